@@ -1,0 +1,54 @@
+"""What every test shares: one thread, the Triton interpreter where there is no card, poisoned memory on request."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before torch: small operations run ten times slower when threads share two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before anything asks a hub: no test may touch the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Read when a kernel is decorated, so it has to be set before any kernel file is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    no_card = pytest.mark.skip(reason="needs a CUDA card; none here")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(no_card)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` gives NaN (or the largest integer), so that an element nobody wrote shows in the result."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory, "torch no longer fills by default"
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real text and evaluation sets, from MEMSWEEP_DATA; the test is skipped without it."""
+    folder = os.environ.get("MEMSWEEP_DATA")
+    if not folder:
+        pytest.skip("MEMSWEEP_DATA is not set: tests on real data are skipped")
+    path = Path(folder)
+    if not path.is_dir():
+        pytest.fail(f"MEMSWEEP_DATA is {folder}, which is no folder")
+    return path
