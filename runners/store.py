@@ -1,0 +1,356 @@
+"""The store: one folder that holds every trial, every frozen plan, the ledger and MLflow's files.
+
+    store.json                                  uuid, schema version; optionally where the ledger lives
+    trials/<id>/settings.json                   what the trial is
+    trials/<id>/attempts/<n>/{log.txt, error.txt, outcome.json}
+    trials/<id>/checkpoints/{<step>, final}/    see runners/checkpoints.py
+    trials/<id>/metrics/<from>-<to>.jsonl       points that belong to the checkpoint at <to>
+    trials/<id>/result.json                     the commit point of the training
+    trials/<id>/evals/<slice id>.json           the commit point of one evaluation
+    sweeps/<name>/<revision>/{spec.yaml, plan.jsonl, report/}
+    ledger.db, mlflow.db, mlartifacts/
+
+Paths inside are relative to the folder, so it may be moved. Standard library only: reading a store costs no import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runners.schema import SCHEMA_VERSION, EvalSlice, Exit, Plan, Trial, UserError, canonical_json
+
+DEFAULT_FOLDER = "memsweep-runs"
+LEDGER_VARIABLE = "MEMSWEEP_LEDGER"
+"""Environment variable with the ledger's database URL; wins over `"ledger"` in store.json (it may hold a password)."""
+
+_SHARED_FILESYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "fuse.sshfs", "afs", "glusterfs", "fuse.gluster")
+_REVISION = re.compile(r"\d{4,}")
+_POINTS = re.compile(r"(\d+)-(\d+)\.jsonl")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str, *, keep_existing: bool = False, durable: bool = True) -> bool:
+    """Put `text` at `path` whole or not at all: temporary name, fsync, rename, fsync of the folder.
+
+    With `keep_existing` the first writer wins and a later one gets False: the commit of a result. On a file system
+    without hard links this falls back to "look, then rename".
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        if keep_existing:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            except OSError:
+                if path.exists():
+                    return False
+                os.replace(temporary, path)
+        else:
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if durable:
+        sync_folder(path.parent)
+    return True
+
+
+def write_json(path: Path, value: Any, *, keep_existing: bool = False, durable: bool = True) -> bool:
+    """`write_text` of `value` as indented JSON. NaN and infinity are refused: they are not JSON."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return write_text(path, text, keep_existing=keep_existing, durable=durable)
+
+
+def read_json(path: Path) -> Any | None:
+    """The JSON value at `path`, or None if there is no file or it is torn."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
+def seal(value: dict[str, Any]) -> dict[str, Any]:
+    """`value` with its checksum: SHA-256 of its canonical JSON without `checksum`."""
+    body = {key: item for key, item in value.items() if key != "checksum"}
+    return {**body, "checksum": hashlib.sha256(canonical_json(body).encode()).hexdigest()}
+
+
+def read_sealed(path: Path) -> dict[str, Any] | None:
+    """What `write_json(path, seal(...))` wrote, or None if it is missing, torn or altered.
+
+    Raises `UserError` for a file of a newer schema.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict):
+        return None
+    if isinstance(value.get("schema"), int) and value["schema"] > SCHEMA_VERSION:
+        raise _newer(path, value["schema"])
+    try:
+        return value if seal(value)["checksum"] == value.get("checksum") else None
+    except ValueError:
+        return None
+
+
+def _newer(path: Path, schema: int) -> UserError:
+    return UserError(
+        f"{path} has schema {schema}; this memsweep reads up to {SCHEMA_VERSION}: upgrade memsweep", Exit.ENVIRONMENT
+    )
+
+
+def read_points(folder: Path, up_to: int | None = None) -> Iterator[tuple[int, dict[str, float], float]]:
+    """Committed points of the trial in `folder`: (step, metrics, time in s), steps rising, none twice.
+
+    `up_to` is the last committed step (that of the result or of the newest checkpoint); later points belong to
+    nothing that can be resumed. The time is that of the file: it orders nothing, it is for people.
+    """
+    files = [(int(m[1]), int(m[2]), path) for path in _files(folder / "metrics") if (m := _POINTS.fullmatch(path.name))]
+    last = -1
+    for _first, end, path in sorted(files):
+        if up_to is not None and end > up_to:
+            continue
+        time = path.stat().st_mtime
+        for line in path.read_text(encoding="utf-8").splitlines():
+            point = json.loads(line)
+            if point["step"] > last:
+                last = point["step"]
+                yield last, point["metrics"], time
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def shared_filesystem(path: Path, mounts: str | None = None) -> str | None:
+    """The type of the network file system that holds `path`, or None if it is local (or cannot be told).
+
+    `mounts` stands in for /proc/mounts in tests.
+    """
+    if mounts is None:
+        try:
+            mounts = Path("/proc/mounts").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
+    found, kind = "", ""
+    for line in mounts.splitlines():
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        point = fields[1].replace("\\040", " ")
+        if len(point) >= len(found) and path.is_relative_to(point):
+            found, kind = point, fields[2]
+    return kind if kind.startswith(_SHARED_FILESYSTEMS) else None
+
+
+@dataclass(frozen=True)
+class Store:
+    """An open store. Make one with `Store.create` (may write) or `Store.open` (never writes)."""
+
+    root: Path
+    uuid: str
+    ledger: str | None = None
+
+    @classmethod
+    def open(cls, root: Path | str) -> Store:
+        """The store at `root`, which must exist. Raises `UserError` if it does not or is of a newer schema."""
+        root = Path(root).expanduser().resolve()
+        head = read_json(root / "store.json")
+        if not isinstance(head, dict) or "uuid" not in head:
+            raise UserError(
+                f"no memsweep store at {root}: it has no readable store.json; `sweep launch` makes one there, "
+                "`--store FOLDER` names another",
+                Exit.ENVIRONMENT,
+            )
+        if head["schema"] > SCHEMA_VERSION:
+            raise _newer(root / "store.json", head["schema"])
+        return cls(root, head["uuid"], head.get("ledger"))
+
+    @classmethod
+    def create(cls, root: Path | str) -> Store:
+        """The store at `root`, made if the folder is missing or empty. Two makers at once get the same store."""
+        root = Path(root).expanduser().resolve()
+        head = root / "store.json"
+        try:
+            if not head.exists():
+                if root.is_dir() and any(not path.name.startswith(".") for path in root.iterdir()) and not head.exists():
+                    raise UserError(
+                        f"{root} is a folder with other things in it and no store.json: choose a new or empty folder "
+                        "for --store",
+                        Exit.ENVIRONMENT,
+                    )
+                root.mkdir(parents=True, exist_ok=True)
+                write_json(head, {"uuid": str(uuid.uuid4()), "schema": SCHEMA_VERSION}, keep_existing=True)
+        except OSError as error:
+            raise UserError(f"cannot make a store at {root}: {error.strerror or error}", Exit.ENVIRONMENT) from error
+        return cls.open(root)
+
+    def ledger_url(self) -> str:
+        """Database URL of the ledger. Raises `UserError` for SQLite on a network file system."""
+        url = os.environ.get(LEDGER_VARIABLE) or self.ledger or f"sqlite:///{self.root / 'ledger.db'}"
+        if not url.startswith("sqlite:"):
+            return url
+        path = Path(url.removeprefix("sqlite:///"))
+        kind = shared_filesystem(path if path.is_absolute() else path.resolve())
+        if kind:
+            raise UserError(
+                f"the ledger {path} is on a {kind} file system, where SQLite can lose data. Either keep the ledger on "
+                f"a local disk of one host and share only the trial folders ({LEDGER_VARIABLE}=sqlite:////local/"
+                f'{self.uuid[:8]}.db, or "ledger" in store.json), or use PostgreSQL '
+                f"({LEDGER_VARIABLE}=postgresql+psycopg2://…)",
+                Exit.ENVIRONMENT,
+            )
+        return url
+
+    @property
+    def mlflow_uri(self) -> str:
+        """Where MLflow's own database is if the user names no server."""
+        return f"sqlite:///{self.root / 'mlflow.db'}"
+
+    @property
+    def mlflow_artifacts(self) -> Path:
+        return self.root / "mlartifacts"
+
+    def trial_folder(self, trial_id: str) -> Path:
+        return self.root / "trials" / trial_id
+
+    def trial_ids(self) -> list[str]:
+        return [path.name for path in _files(self.root / "trials")]
+
+    def result(self, trial_id: str) -> dict[str, Any] | None:
+        """The trial's committed result, or None. See `runners/trial.py` for its fields."""
+        return read_sealed(self.trial_folder(trial_id) / "result.json")
+
+    def evaluation(self, trial_id: str, slice_id: str) -> dict[str, Any] | None:
+        """The committed evaluation of one slice, or None."""
+        return read_sealed(self.trial_folder(trial_id) / "evals" / f"{slice_id}.json")
+
+    def missing_slices(self, trial_id: str, slices: tuple[EvalSlice, ...]) -> tuple[EvalSlice, ...]:
+        """Those of `slices` that have no valid evaluation yet."""
+        return tuple(s for s in slices if self.evaluation(trial_id, s.id) is None)
+
+    def last_attempt(self, trial_id: str) -> int:
+        """The highest attempt number that left a folder; 0 if none did."""
+        return last_attempt(self.trial_folder(trial_id))
+
+    def progress(self, trial_id: str) -> dict[str, Any] | None:
+        """What a running worker last said: attempt, step, steps, metrics, time. Live only, never a result."""
+        return read_json(self.trial_folder(trial_id) / "progress.json")
+
+    def check_settings(self, trial: Trial) -> None:
+        """Write the trial's settings.json, or compare it with the one that is there.
+
+        A parameter that only one side has is one that was added or dropped with a default that keeps the old
+        behaviour (ids leave defaults out). Raises `UserError` where both sides have one and differ.
+        """
+        path = self.trial_folder(trial.id) / "settings.json"
+        there = read_json(path)
+        if there is None:
+            write_json(path, trial.settings())
+            return
+        wrong = [name for name, a, b in _differences(there, trial.settings()) if a != b]
+        if wrong:
+            name = wrong[0]
+            raise UserError(
+                f"two different settings share the trial id {trial.id}: {name} differs between this plan and {path}. "
+                "A default changed without a new REVISION, or the file was edited; the launch stops, nothing is "
+                "overwritten. Use another --store, or restore the file",
+                Exit.ENVIRONMENT,
+            )
+
+    def sweeps(self) -> list[str]:
+        return [path.name for path in _files(self.root / "sweeps")]
+
+    def revisions(self, sweep: str) -> list[int]:
+        names = (path.name for path in _files(self.root / "sweeps" / sweep))
+        return sorted(int(name) for name in names if _REVISION.fullmatch(name))
+
+    def revision_folder(self, sweep: str, revision: int) -> Path:
+        return self.root / "sweeps" / sweep / f"{revision:04d}"
+
+    def plan(self, sweep: str, revision: int | None = None) -> tuple[int, Plan]:
+        """A frozen plan (the latest without `revision`). Raises `UserError` for an unknown sweep, with the near ones."""
+        revisions = self.revisions(sweep)
+        if not revisions or (revision is not None and revision not in revisions):
+            names = ", ".join(self.sweeps()) or "none yet"
+            what = f"sweep {sweep!r}" + (f" revision {revision}" if revisions else "")
+            raise UserError(f"no {what} in the store {self.root}; it has: {revisions or names}")
+        number = revision or revisions[-1]
+        text = (self.revision_folder(sweep, number) / "plan.jsonl").read_text(encoding="utf-8")
+        return number, Plan.from_lines(text.splitlines())
+
+    def freeze(self, plan: Plan) -> tuple[int, bool]:
+        """Keep `plan` as a revision: (its number, whether it is new). An unchanged plan keeps its number."""
+        text = "\n".join(plan.to_lines()) + "\n"
+        parent = self.root / "sweeps" / plan.sweep
+        parent.mkdir(parents=True, exist_ok=True)
+        temporary = parent / f".{uuid.uuid4().hex[:8]}"
+        try:
+            while True:
+                latest = max(self.revisions(plan.sweep), default=0)
+                if latest and (self.revision_folder(plan.sweep, latest) / "plan.jsonl").read_text("utf-8") == text:
+                    return latest, False
+                if not temporary.exists():
+                    temporary.mkdir()
+                    write_text(temporary / "spec.yaml", plan.source)
+                    write_text(temporary / "plan.jsonl", text)
+                # Another driver may freeze the same plan now: then the rename fails and the loop finds its revision.
+                with contextlib.suppress(OSError):
+                    os.rename(temporary, self.revision_folder(plan.sweep, latest + 1))
+                    sync_folder(parent)
+                    return latest + 1, True
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def last_attempt(folder: Path) -> int:
+    """The highest attempt number below a trial's folder; 0 if there is none."""
+    return max((int(path.name) for path in _files(folder / "attempts") if path.name.isdecimal()), default=0)
+
+
+def _differences(a: Any, b: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(path, value in a, value in b) of every leaf that both have."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in a.keys() & b.keys():
+            yield from _differences(a[key], b[key], f"{at}.{key}" if at else key)
+    else:
+        yield at, _plain(a), _plain(b)
+
+
+def _plain(value: Any) -> str:
+    return canonical_json(value)
+
+
+@functools.cache
+def host_identity() -> str:
+    """This machine since its last boot; with a process id and its start time it names a process for good."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return f"{os.uname().nodename}"
