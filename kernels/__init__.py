@@ -1,0 +1,29 @@
+"""The shared ops that carry every mechanism: one file an op, its name the key.
+
+Each op file reads from top to bottom: the recurrence in plain torch (the law), the chunked form that is fast on
+CPU and GPU, and one public function with `impl="auto" | "reference" | "chunked"`. Importing this package imports
+no op and no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def names() -> list[str]:
+    """Every op, by its file's name, in alphabetical order."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
+
+
+def get(name: str) -> Callable[..., Any]:
+    """The public function of op `name`. Raises ValueError, with the nearest name, if there is none."""
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"no op is called {name!r}{hint} There are: {', '.join(names())}")
+    op: Callable[..., Any] = getattr(importlib.import_module(f"kernels.{name}"), name)
+    return op

@@ -1,0 +1,176 @@
+"""What every mechanism shares: the shape it is given, its surface, projections, norms, rotary positions.
+
+The surface. A mechanism file defines one class `Mixer(Base)`:
+
+    Mixer(shape, *, <YAML parameters>)
+    forward(x_BTD, state=None) -> y_BTD, state      the whole sequence, continuing from `state` if given
+    step(x_BD, state)          -> y_BD, state       one token
+    initial_state(batch, device, dtype) -> state    before any token; `dtype` is the activations'
+
+A state is a flat dict of tensors, batch first. Module-level literals are read without importing the file:
+REVISION, STATE and CACHE (elements carried after `seq_len` tokens, per layer and sequence: STATE in fp32 or int32,
+CACHE in the activations' dtype), LIMITS, INERT, SAME_AS.
+
+Initial weights. The model draws the weight of every `nn.Linear` inside a mixer, and zeroes its bias. Then it calls
+`mixer.init_special(generator)`, where `generator(name)` gives the generator for the parameter of that name inside the
+mixer: this draws all other random parameters (convolution weights, decay rates). Everything else (gains 1, sinks 0,
+gate logits) is set by the constructor and must be left as it is. So no weight depends on the order of construction.
+
+Precision. Parameters are fp32. Activations may be bf16 (autocast); gates, scores and states are fp32 (fp64 if the
+activations are).
+
+Letters: B batch, T time, D model width, H heads, K key width, V value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels._launch import accumulator
+from kernels.short_conv import short_conv
+
+State = dict[str, Tensor]
+
+CONV_WIDTH = 4
+"""Tokens the short convolution sees, itself included; so it carries three."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the model gives every mixer. `seq_len` is the longest sequence it is trained on (tokens)."""
+
+    d_model: int
+    n_heads: int
+    head_dim: int
+    seq_len: int
+    short_conv: bool = True
+    position: str = "none"
+    impl: str = "auto"
+
+
+class Base(nn.Module):
+    """The part of a mixer's surface that does not differ between mechanisms."""
+
+    def init_special(self, generator: Callable[[str], torch.Generator]) -> None:
+        """Draws the parameters that are neither weights of `nn.Linear` nor constants. See the file's docstring."""
+        for name, module in self.named_modules():
+            if isinstance(module, ShortConv):
+                bound = module.weight.shape[1] ** -0.5
+                with torch.no_grad():
+                    module.weight.uniform_(-bound, bound, generator=generator(f"{name}.weight"))
+
+    def step(self, x_BD: Tensor, state: State) -> tuple[Tensor, State]:
+        """One token. A mechanism whose `forward` costs nothing extra at T = 1 inherits this."""
+        y_BTD, state = self(x_BD[:, None], state)
+        return y_BTD[:, 0], state
+
+
+class ShortConv(nn.Module):
+    """Causal depthwise convolution of width 4 over the channels of q, k and v together. Carries 3 tokens."""
+
+    def __init__(self, channels: int, activation: str | None, impl: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, CONV_WIDTH))
+        self.activation, self.impl = activation, impl
+        with torch.no_grad():  # usable before `init_special`: passes the token itself
+            self.weight[:, -1] = 1.0
+
+    def forward(self, x_BTD: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return short_conv(x_BTD, self.weight, self.activation, state, impl=self.impl)
+
+
+class Projections(nn.Module):
+    """x -> q, k (heads of `head_dim`) and v (heads of `d_v`), by one matrix; then the short convolution, if any.
+
+    `activation` ("silu" or None) follows the convolution, and is there without it too.
+    """
+
+    def __init__(self, shape: Shape, d_v: int, activation: str | None = None) -> None:
+        super().__init__()
+        self.sizes = [shape.n_heads * shape.head_dim] * 2 + [shape.n_heads * d_v]
+        self.n_heads, self.activation = shape.n_heads, activation
+        self.qkv = nn.Linear(shape.d_model, sum(self.sizes), bias=False)
+        self.conv = ShortConv(sum(self.sizes), activation, shape.impl) if shape.short_conv else None
+
+    def forward(self, x_BTD: Tensor, state: State | None) -> tuple[Tensor, Tensor, Tensor, State]:
+        """q_BTHK, k_BTHK, v_BTHV and the convolution's state (empty without one)."""
+        qkv, carried = self.qkv(x_BTD), {}
+        if self.conv is not None:
+            qkv, carried["conv"] = self.conv(qkv, state["conv"] if state else None)
+        elif self.activation:
+            qkv = nn.functional.silu(qkv)
+        q, k, v = qkv.split(self.sizes, -1)
+        return *(t.unflatten(-1, (self.n_heads, -1)) for t in (q, k, v)), carried  # type: ignore[return-value]
+
+    def initial_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> State:
+        if self.conv is None:
+            return {}
+        return {"conv": torch.zeros(batch, CONV_WIDTH - 1, sum(self.sizes), device=device, dtype=dtype)}
+
+
+class _UnitNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        inverse = torch.linalg.vecdot(x, x).add_(eps).rsqrt_().unsqueeze(-1)
+        y = x * inverse
+        ctx.save_for_backward(y, inverse)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (dy,) = grads
+        y, inverse = ctx.saved_tensors
+        return (dy - y * torch.linalg.vecdot(dy, y).unsqueeze(-1)).mul_(inverse), None
+
+
+def unit_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(|x|^2 + eps) along the last dimension, in fp32 or better. A zero vector stays zero."""
+    with torch.autocast(x.device.type, enabled=False):
+        return _UnitNorm.apply(x.to(accumulator(x)), eps)  # type: ignore[no-any-return]
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        unit = x * inverse
+        ctx.save_for_backward(unit, inverse, weight)
+        return unit * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (dy,) = grads
+        unit, inverse, weight = ctx.saved_tensors
+        dunit = dy * weight
+        dweight = (dy * unit).sum(tuple(range(dy.dim() - 1)))
+        mean = torch.linalg.vecdot(dunit, unit).div_(dy.shape[-1]).unsqueeze(-1)
+        return dunit.sub_(unit * mean).mul_(inverse), dweight, None
+
+
+class RmsNorm(nn.Module):
+    """x / rms(x) * weight along the last dimension, in fp32 or better; `weight` (width,) starts at 1."""
+
+    def __init__(self, width: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.to(accumulator(x))
+            return _RmsNorm.apply(x, self.weight.to(x.dtype), self.eps)  # type: ignore[no-any-return]
+
+
+def rotate(x_BTHK: Tensor, position_BT: Tensor, theta: float = 1e4) -> Tensor:
+    """Rotary position embedding (RoFormer): the pair (i, i + K/2) turns by position * theta^(-2i/K)."""
+    half = x_BTHK.shape[-1] // 2
+    rate_K = theta ** (-torch.arange(half, device=x_BTHK.device, dtype=torch.float64) / half)
+    angle = (position_BT.double()[..., None] * rate_K)[:, :, None]
+    cos, sin = angle.cos().to(x_BTHK.dtype), angle.sin().to(x_BTHK.dtype)
+    a, b = x_BTHK.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
