@@ -1,0 +1,202 @@
+"""Trial folders and a plan in, three tidy tables out.
+
+members   one row a member of the plan, run or not: who it is, how it stands, every varying path, what it scored
+scores    one row a member and evaluation slice, for what varies inside a set
+curves    one row a trial, step and metric, as committed with the checkpoints
+
+The folders are the truth; nothing is read from MLflow. A file that is torn or fails its checksum counts as not there,
+and is named in `Results.warnings`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from runners.schema import EvalSlice, Member, Plan, Status, canonical_json
+from runners.store import last_attempt, read_points, read_sealed
+
+ID_COLUMNS = ("trial", "arm", "cell", "seed", "status")
+"""What every table says first about a row."""
+
+RESULT_FIELDS = ("n_params", "tokens", "wall_s", "step", "stopped_by", "peak_mem_bytes", "attempt")
+STAMP_FIELDS = ("memsweep", "commit", "python", "torch", "triton", "device", "dtype", "fingerprint")
+NOT_SCORES = ("n",)
+"""Keys of an evaluation that count something instead of scoring it."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """A sweep's results as tables; `evals` holds the metrics of (trial id, slice id), chance where a trial diverged."""
+
+    members: pd.DataFrame
+    scores: pd.DataFrame
+    curves: pd.DataFrame
+    stamps: dict[str, dict[str, Any]] = field(default_factory=dict)
+    evals: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def counts(self) -> dict[str, int]:
+        """How many members stand where: every status that occurs, most common first."""
+        return {str(status): int(n) for status, n in self.members["status"].value_counts().items()}
+
+
+def load(plan: Plan, store: Path, statuses: Mapping[str, Status] | None = None) -> Results:
+    """Read every member of `plan` from the trial folders of `store`.
+
+    `statuses` (trial id: status, from the ledger) tells what folders cannot: running and pruned. It is believed only
+    for trials that are not done on disk.
+    """
+    reader = _Reader(store / "trials", statuses or {})
+    rows, scores, curves = [], [], []
+    for member in plan.members:
+        row = reader.member(member)
+        rows.append(row)
+        scores.extend(reader.scores(member, row))
+        curves.extend(reader.curves(member, row))
+    return Results(
+        members=_frame(rows, _member_columns(plan)),
+        scores=_frame(scores, (*ID_COLUMNS, "set", "slice", "label", "state_bytes")),
+        curves=_frame(curves, ("trial", "arm", "cell", "seed", "step", "metric", "value")),
+        stamps=reader.stamps,
+        evals=reader.evals,
+        warnings=tuple(reader.warnings),
+    )
+
+
+def varying_paths(plan: Plan) -> list[str]:
+    """Every path that varies in the sweep, in axis order."""
+    return list(dict.fromkeys(path for member in plan.members for path in member.varying))
+
+
+def chance(slices: Iterable[EvalSlice], metric: str, task: str | None = None) -> float:
+    """The mean score of guessing over `slices` (those of task `task`, if given); NaN where it is not known."""
+    known = [s.chance.get(metric, math.nan) for s in slices if task in (None, s.task.get("name"))]
+    return sum(known) / len(known) if known else math.nan
+
+
+class _Reader:
+    """Reads trial folders one member at a time, keeping what later steps look up by id."""
+
+    def __init__(self, trials: Path, statuses: Mapping[str, Status]) -> None:
+        self.trials = trials
+        self.statuses = statuses
+        self.stamps: dict[str, dict[str, Any]] = {}
+        self.evals: dict[tuple[str, str], dict[str, float]] = {}
+        self.warnings: list[str] = []
+
+    def member(self, member: Member) -> dict[str, Any]:
+        """The member's row, and its evaluations put into `evals`."""
+        trial = member.trial
+        folder = self.trials / trial.id
+        result = self._read(folder / "result.json") or {}
+        diverged = result.get("status") == Status.DIVERGED
+        for piece in member.slices:
+            self._evaluation(folder, member, piece, diverged)
+        status, error = self._status(folder, member, result)
+        row: dict[str, Any] = {"trial": trial.id, "arm": member.arm, "cell": member.cell, "seed": trial.seed}
+        row |= {"status": str(status), **member.varying, "state_bytes": member.state_bytes}
+        row |= {name: result.get(name) for name in RESULT_FIELDS}
+        stamp = result.get("stamp") or {}
+        if stamp:
+            self.stamps[trial.id] = stamp
+        row |= {"diverged": _text(result.get("diverged")), "error": error}
+        row |= {f"stamp.{name}": stamp.get(name) for name in STAMP_FIELDS}
+        row |= {name: _number(value) for name, value in (result.get("metrics") or {}).items()}
+        return row | self._set_metrics(member)
+
+    def _evaluation(self, folder: Path, member: Member, piece: EvalSlice, diverged: bool) -> None:
+        if diverged:
+            self.evals[member.trial.id, piece.id] = dict(piece.chance)
+            return
+        found = self._read(folder / "evals" / f"{piece.id}.json")
+        if found is not None:
+            metrics = {k: _number(v) for k, v in found["metrics"].items() if k not in NOT_SCORES}
+            self.evals[member.trial.id, piece.id] = metrics
+
+    def _set_metrics(self, member: Member) -> dict[str, float]:
+        """`SET/metric` (mean over the set's slices, equal weights) and `SET/metric/label`; a set counts when whole."""
+        row: dict[str, float] = {}
+        for name in dict.fromkeys(piece.set for piece in member.slices):
+            pieces = [piece for piece in member.slices if piece.set == name]
+            found = [self.evals.get((member.trial.id, piece.id)) for piece in pieces]
+            whole = [metrics for metrics in found if metrics is not None]
+            for metric in dict.fromkeys(key for metrics in whole for key in metrics):
+                values = [metrics.get(metric, math.nan) for metrics in whole]
+                row[f"{name}/{metric}"] = sum(values) / len(values) if len(whole) == len(pieces) else math.nan
+                row |= {
+                    f"{name}/{metric}/{piece.label}": metrics.get(metric, math.nan)
+                    for piece, metrics in zip(pieces, found, strict=True)
+                    if metrics is not None and piece.label
+                }
+        return row
+
+    def _status(self, folder: Path, member: Member, result: dict[str, Any]) -> tuple[Status, str | None]:
+        """Where the member stands, and its last error line if it failed."""
+        if result.get("status") == Status.DIVERGED:
+            return Status.DIVERGED, None
+        if result and all((member.trial.id, piece.id) in self.evals for piece in member.slices):
+            return Status.COMPLETE, None
+        known = self.statuses.get(member.trial.id)
+        if known in (Status.RUNNING, Status.PRUNED):
+            return known, None
+        attempt = last_attempt(folder)
+        error = folder / "attempts" / str(attempt) / "error.txt"
+        if error.is_file():
+            lines = [line.strip() for line in error.read_text(encoding="utf-8", errors="replace").splitlines()]
+            return Status.FAILED, next((line for line in reversed(lines) if line), "no message")
+        return (Status.INTERRUPTED if attempt or result else Status.PLANNED), None
+
+    def scores(self, member: Member, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """The member's rows of the long table, one a slice: `eval.NAME` is the task setting it was tested at."""
+        rows = []
+        for piece in member.slices:
+            metrics = self.evals.get((member.trial.id, piece.id))
+            if metrics is None:
+                continue
+            base = {name: row[name] for name in ID_COLUMNS} | member.varying
+            base |= {"set": piece.set, "slice": piece.id, "label": piece.label, "state_bytes": member.state_bytes}
+            tested_at = {f"eval.{k}": v for k, v in piece.task.items() if isinstance(v, int | float | str)}
+            rows.append(base | tested_at | metrics)
+        return rows
+
+    def curves(self, member: Member, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every committed point of the trial up to its result's step."""
+        who = {name: row[name] for name in ("trial", "arm", "cell", "seed")}
+        rows = []
+        try:
+            for step, metrics, _time in read_points(self.trials / member.trial.id, row["step"]):
+                rows += [who | {"step": step, "metric": name, "value": _number(v)} for name, v in metrics.items()]
+        except (OSError, ValueError, KeyError) as error:
+            self.warnings.append(f"curve of {member.trial.id} cut at a torn line: {error}")
+        return rows
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        found = read_sealed(path)
+        if found is None and path.exists():
+            self.warnings.append(f"{path.relative_to(self.trials.parent)} is torn or was altered: counted as not there")
+        return found
+
+
+def _member_columns(plan: Plan) -> tuple[str, ...]:
+    """Columns that are there even when nothing has run."""
+    stamps = tuple(f"stamp.{name}" for name in STAMP_FIELDS)
+    return (*ID_COLUMNS, *varying_paths(plan), "state_bytes", *RESULT_FIELDS, "diverged", "error", *stamps)
+
+
+def _frame(rows: list[dict[str, Any]], first: Iterable[str]) -> pd.DataFrame:
+    columns = list(dict.fromkeys([*first, *(key for row in rows for key in row)]))
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else canonical_json(value)
