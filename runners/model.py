@@ -1,0 +1,406 @@
+"""The one language model every mechanism is put into; nothing else builds a mechanism.
+
+    tokens -> embedding (+ learned positions) -> n_layers x [mixer, then mlp] -> norm -> head, at labelled positions only
+
+Each sub-block joins the stream as x + f(norm(x)) (`norm: pre`) or norm(x + f(x)) (`norm: post`). The head is the
+embedding transposed unless `tied` is off.
+
+Initial weights are a function of (seed, task, model, parameter's name) and of the place in the tensor, never of the
+mechanism or of the order of construction: two arms share the weights of every parameter they share, and a longer
+table of positions starts with the shorter one. Matrices of `nn.Linear` are normal with deviation 1 / sqrt(inputs),
+embeddings with 0.02, biases are zero; a mixer's other parameters are its own (`init_special`).
+
+Letters: B rows, T time, D model width, V vocabulary, Q labelled positions of a row, F width inside an mlp.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mechanisms
+from mechanisms._parts import Shape
+from runners import streams, tasks
+from runners.schema import Trial, UserError
+
+REVISION = 1
+LIMITS = [
+    "d_model >= 1",
+    "n_layers >= 1",
+    "n_heads >= 1",
+    "head_dim >= 1",
+    "d_model % n_heads == 0",
+    "n_heads * head_dim == d_model",
+    "position != 'rope' or head_dim % 2 == 0",
+    "block == 'pre_norm' or norm == 'pre'",
+]
+OWNERS = [["n_heads", "head_dim"]]
+DERIVED = {
+    "d_model": "192 if size == '2m' else 256 if size == '5m' else 320 if size == '10m' else 448 if size == '20m' "
+    "else 128",
+    "n_layers": "4 if size == '2m' else 6 if size == '5m' else 8 if size == '10m' or size == '20m' else 2",
+    "n_heads": "d_model // head_dim if head_dim is not None else 1",
+    "head_dim": "d_model // n_heads",
+}
+BLOCKS = {
+    "mlp": {"gelu": "GeluMlp", "swiglu": "SwigluMlp"},
+    "moe": {"moe": "Moe"},
+}
+NOT_YET = {"block": ["hyper_link"], "lobe": ["causal"], "moe": ["moe"], "causal": [False]}
+
+SIZES = {"2m": (192, 4), "5m": (256, 6), "10m": (320, 8), "20m": (448, 8)}
+"""(d_model, n_layers) by `size`: that many parameters with swiglu blocks and a byte vocabulary."""
+
+State = dict[str, Any]
+
+
+class GeluMlp(nn.Module):
+    """W2 gelu(W1 x).
+
+    Args:
+        width: features between the two matrices; none = 4 d_model
+    """
+
+    def __init__(self, d_model: int, *, width: int | None = None) -> None:
+        super().__init__()
+        width = 4 * d_model if width is None else width
+        self.up = nn.Linear(d_model, width)
+        self.down = nn.Linear(width, d_model)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD)))
+
+
+class SwigluMlp(nn.Module):
+    """W2 (silu(W1 x) * W3 x), without biases (Shazeer 2020).
+
+    Args:
+        width: features between the matrices; none = 8/3 d_model, rounded up to a multiple of 32
+    """
+
+    def __init__(self, d_model: int, *, width: int | None = None) -> None:
+        super().__init__()
+        width = -(-8 * d_model // 96) * 32 if width is None else width
+        self.up = nn.Linear(d_model, 2 * width, bias=False)
+        self.down = nn.Linear(width, d_model, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        gate_BTF, up_BTF = self.up(x_BTD).chunk(2, dim=-1)
+        return self.down(F.silu(gate_BTF) * up_BTF)
+
+
+class Moe(nn.Module):
+    """A mixture of feed-forward experts. Its parameters are typed and checked; it cannot be launched yet.
+
+    Args:
+        experts: how many there are (count)
+        top_k: how many a token is sent to (count)
+        bias: none = the router alone; outer, inner = the router's bias learnt outside or inside the experts' sum
+    """
+
+    def __init__(
+        self, d_model: int, *, experts: int = 4, top_k: int = 2, bias: Literal["none", "outer", "inner"] = "none"
+    ) -> None:
+        super().__init__()
+        raise UserError("model.moe is not there yet; use model.moe: none")
+
+
+class BaseConv(nn.Module):
+    """Zoology's BaseConv: y = conv(u) * (W u) + u, with a causal depthwise convolution over three tokens.
+
+    Source: zoology `mixers/base_conv.py`. Carries the last two inputs: 2 d_model elements.
+    """
+
+    WIDTH = 3
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(d_model, d_model)
+        self.taps = nn.Parameter(torch.zeros(self.WIDTH, d_model))
+        self.bias = nn.Parameter(torch.zeros(d_model))
+
+    def init_special(self, generator: Any) -> None:
+        bound = self.WIDTH**-0.5
+        with torch.no_grad():
+            self.taps.uniform_(-bound, bound, generator=generator("taps"))
+
+    def initial_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> State:
+        return {"past": torch.zeros(batch, self.WIDTH - 1, self.bias.shape[0], device=device, dtype=dtype)}
+
+    def forward(self, x_BTD: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        past = self.initial_state(len(x_BTD), x_BTD.device, x_BTD.dtype)["past"] if state is None else state["past"]
+        seen = torch.cat([past, x_BTD], dim=1)
+        n = x_BTD.shape[1]
+        mixed_BTD = self.bias + sum(self.taps[lag] * seen[:, lag : lag + n] for lag in range(self.WIDTH))
+        return mixed_BTD * self.project(x_BTD) + x_BTD, {"past": seen[:, n:]}
+
+    def step(self, x_BD: Tensor, state: State) -> tuple[Tensor, State]:
+        y_BTD, state = self(x_BD[:, None], state)
+        return y_BTD[:, 0], state
+
+
+class Layer(nn.Module):
+    """A mixer and, unless there is none, an mlp, each with its norm."""
+
+    def __init__(self, d_model: int, mixer: nn.Module, mlp: nn.Module | None, norm: str) -> None:
+        super().__init__()
+        self.pre = norm == "pre"
+        self.mixer_norm, self.mixer = nn.LayerNorm(d_model), mixer
+        self.mlp_norm, self.mlp = (nn.LayerNorm(d_model), mlp) if mlp is not None else (None, None)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        if self.mlp is None:
+            return x
+        assert self.mlp_norm is not None
+        return x + self.mlp(self.mlp_norm(x)) if self.pre else self.mlp_norm(x + self.mlp(x))
+
+    def forward(self, x_BTD: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        if self.pre:
+            y_BTD, state = self.mixer(self.mixer_norm(x_BTD), state)
+            return self._mlp(x_BTD + y_BTD), state
+        y_BTD, state = self.mixer(x_BTD, state)
+        return self._mlp(self.mixer_norm(x_BTD + y_BTD)), state
+
+    def step(self, x_BD: Tensor, state: State) -> tuple[Tensor, State]:
+        if self.pre:
+            y_BD, state = self.mixer.step(self.mixer_norm(x_BD), state)
+            return self._mlp(x_BD + y_BD), state
+        y_BD, state = self.mixer.step(x_BD, state)
+        return self._mlp(self.mixer_norm(x_BD + y_BD)), state
+
+
+class Model(nn.Module):
+    """The language model shell.
+
+    Args:
+        size: preset of d_model and n_layers, by about how many parameters it gives; none = no preset
+        d_model: width of the stream (features); none = by size, 128 without one
+        n_layers: mixers in a row (count); none = by size, 2 without one
+        n_heads: heads of a mixer (count); none = d_model / head_dim, 1 if that is not given either
+        head_dim: width of a head (features); none = d_model / n_heads
+        mlp: block after each mixer
+        moe: mixture of experts in place of the mlp
+        lobe: side memory beside each layer
+        block: how sub-blocks join the stream; pre_norm is the plain residual
+        norm: pre = x + f(norm(x)), post = norm(x + f(x))
+        layers: kinds of mixer from the first layer on, repeated until n_layers; none = every layer is the mechanism
+        position: learned = a table added to the embeddings, rope = rotary inside softmax attention
+        short_conv: depthwise convolution of width 4 before q, k and v
+        tied: the head is the embedding, transposed
+        causal: a position sees only what came before it
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_len: int,
+        mechanism: dict[str, Any],
+        *,
+        size: Literal["2m", "5m", "10m", "20m"] | None = None,
+        d_model: int | None = None,
+        n_layers: int | None = None,
+        n_heads: int | None = None,
+        head_dim: int | None = None,
+        mlp: str | dict[str, Any] | None = "gelu",
+        moe: str | dict[str, Any] | None = "none",
+        lobe: Literal["none", "causal"] = "none",
+        block: Literal["pre_norm", "hyper_link"] = "pre_norm",
+        norm: Literal["pre", "post"] = "pre",
+        layers: list[str] | None = None,
+        position: Literal["none", "learned", "rope"] = "none",
+        short_conv: bool = True,
+        tied: bool = True,
+        causal: bool = True,
+    ) -> None:
+        super().__init__()
+        _refuse_not_yet(block=block, lobe=lobe, moe=_named(moe)[0], causal=causal)
+        preset = SIZES[size] if size else (128, 2)
+        d_model, n_layers = d_model or preset[0], n_layers or preset[1]
+        n_heads, head_dim = _heads(d_model, n_heads, head_dim)
+        self.vocab_size, self.seq_len, self.d_model = vocab_size, seq_len, d_model
+        shape = Shape(d_model, n_heads, head_dim, seq_len, short_conv, position)
+        kinds = _kinds(layers, n_layers)
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        self.positions = nn.Parameter(torch.zeros(seq_len, d_model)) if position == "learned" else None
+        self.layers = nn.ModuleList(
+            Layer(d_model, _mixer(kind, mechanism, shape), _mlp(mlp, d_model), norm) for kind in kinds
+        )
+        self.norm = nn.LayerNorm(d_model) if norm == "pre" else nn.Identity()
+        self.head = None if tied else nn.Linear(d_model, vocab_size, bias=False)
+        self.position_stream = 0
+
+    @torch.no_grad()
+    def draw(self, *key: Any) -> None:
+        """Draws every weight from the streams of `key`: see this file's docstring."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                _fill(module.weight, module.in_features**-0.5, *key, f"{name}.weight")
+                if module.bias is not None:
+                    module.bias.zero_()
+            elif isinstance(module, nn.Embedding):
+                _fill(module.weight, 0.02, *key, f"{name}.weight")
+        if self.positions is not None:
+            self.position_stream = streams.key("weights", *key, "positions")
+            self.positions.copy_(self._drawn_positions(0, self.seq_len))
+        for number, layer in enumerate(self.layers):
+            layer.mixer.init_special(lambda name, at=number: streams.generator("weights", *key, at, name))
+
+    def _drawn_positions(self, first: int, last: int) -> Tensor:
+        index = torch.arange(first * self.d_model, last * self.d_model).view(-1, self.d_model)
+        return 0.02 * streams.normal(self.position_stream, index).float()
+
+    def _position(self, first: int, last: int) -> Tensor:
+        """Rows first .. last-1 of the table. Rows past the trained length are as drawn: no gradient or decay ever
+        reaches them, so this is what a longer table would hold."""
+        assert self.positions is not None
+        known_TD = self.positions[first:last]
+        if last <= self.seq_len:
+            return known_TD
+        return torch.cat([known_TD, self._drawn_positions(max(first, self.seq_len), last).to(known_TD)])
+
+    def forward(self, tokens_BT: Tensor, position_BQ: Tensor | None = None) -> Tensor:
+        """Logits at `position_BQ`, (B, Q, V), or everywhere, (B, T, V)."""
+        x_BTD = self.embedding(tokens_BT)
+        if self.positions is not None:
+            x_BTD = x_BTD + self._position(0, tokens_BT.shape[1])
+        for layer in self.layers:
+            x_BTD, _ = layer(x_BTD)
+        if position_BQ is not None:
+            x_BTD = x_BTD.gather(1, position_BQ[..., None].expand(-1, -1, self.d_model))
+        return self._logits(x_BTD)
+
+    def prefill(self, tokens_BT: Tensor) -> tuple[Tensor, State]:
+        """Logits after the last of `tokens_BT`, (B, V), and the state to continue from."""
+        x_BTD = self.embedding(tokens_BT)
+        if self.positions is not None:
+            x_BTD = x_BTD + self._position(0, tokens_BT.shape[1])
+        states = []
+        for layer in self.layers:
+            x_BTD, state = layer(x_BTD)
+            states.append(state)
+        return self._logits(x_BTD[:, -1]), {"time": tokens_BT.shape[1], "layers": states}
+
+    def step(self, token_B: Tensor, state: State) -> tuple[Tensor, State]:
+        """One token more: logits (B, V) and the next state."""
+        x_BD = self.embedding(token_B)
+        if self.positions is not None:
+            x_BD = x_BD + self._position(state["time"], state["time"] + 1)
+        states = []
+        for layer, before in zip(self.layers, state["layers"], strict=True):
+            x_BD, after = layer.step(x_BD, before)
+            states.append(after)
+        return self._logits(x_BD), {"time": state["time"] + 1, "layers": states}
+
+    def _logits(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+
+    def no_decay(self) -> set[str]:
+        """Names of the parameters without weight decay: all but the matrices of `nn.Linear` and the embedding.
+
+        Norms, biases, convolutions, positions and a mixer's gates, decay rates and gains stay where the data puts
+        them; decaying them would change what a mechanism is.
+        """
+        decayed = {
+            f"{name}.weight" for name, module in self.named_modules() if isinstance(module, nn.Linear | nn.Embedding)
+        }
+        return {name for name, _ in self.named_parameters()} - decayed
+
+
+def build(trial: Trial, device: torch.device | str = "cpu") -> Model:
+    """The trial's model with its initial weights, on `device`."""
+    task = tasks.build(trial.task)
+    model = Model(task.vocab_size, task.seq_len, trial.mechanism, **trial.model)
+    model.draw(trial.seed, *stream_settings(trial))
+    return model.to(device)
+
+
+def stream_settings(trial: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the streams of data and weights are keyed by, besides the seed: the task and the model as they differ from
+    their defaults. So a parameter added later, with a default that keeps the old behaviour, changes no draw."""
+    return (
+        {"name": trial.task["name"], **_unusual(tasks.get(trial.task["name"]), trial.task, set())},
+        _unusual(Model, _resolved(trial.model), {"size"}),
+    )
+
+
+def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
+    """`settings` in one form, whether derived values and block names were written out or not."""
+    size = settings.get("size")
+    preset = SIZES[size] if size else (128, 2)
+    d_model = settings.get("d_model") or preset[0]
+    heads, head_dim = _heads(d_model, settings.get("n_heads"), settings.get("head_dim"))
+    blocks: dict[str, Any] = {}
+    for parameter in BLOCKS:
+        name, inner = _named(settings.get(parameter, "gelu" if parameter == "mlp" else "none"))
+        inner = {key: value for key, value in inner.items() if value is not None}
+        blocks[parameter] = {"name": name, **inner} if inner else name
+    derived = {"d_model": d_model, "n_layers": settings.get("n_layers") or preset[1]}
+    return {**settings, **derived, "n_heads": heads, "head_dim": head_dim, **blocks}
+
+
+def _unusual(owner: Any, settings: dict[str, Any], without: set[str]) -> dict[str, Any]:
+    defaults = {name: p.default for name, p in inspect.signature(owner.__init__).parameters.items()}
+    return {
+        key: value
+        for key, value in settings.items()
+        if key not in without and key in defaults and value != defaults[key]
+    }
+
+
+def _named(block: str | dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
+    """Name and parameters of a block, however it was written."""
+    if block is None or isinstance(block, str):
+        return block or "none", {}
+    return block.get("name", "none"), {key: value for key, value in block.items() if key != "name"}
+
+
+def _heads(d_model: int, n_heads: int | None, head_dim: int | None) -> tuple[int, int]:
+    if n_heads is None:
+        n_heads = d_model // head_dim if head_dim else 1
+    if head_dim is None:
+        head_dim = d_model // n_heads
+    if n_heads * head_dim != d_model:
+        raise UserError(f"model.d_model {d_model} is not n_heads {n_heads} times head_dim {head_dim}")
+    return n_heads, head_dim
+
+
+def _kinds(layers: list[str] | None, n_layers: int) -> list[str]:
+    known = ("mechanism", "base_conv")
+    for kind in layers or ():
+        if kind not in known:
+            raise UserError(f"model.layers holds {kind!r}; a layer is one of {', '.join(known)}")
+    given = layers or ["mechanism"]
+    return [given[number % len(given)] for number in range(n_layers)]
+
+
+def _mixer(kind: str, mechanism: dict[str, Any], shape: Shape) -> nn.Module:
+    if kind == "base_conv":
+        return BaseConv(shape.d_model)
+    settings = {key: value for key, value in mechanism.items() if key != "name"}
+    return mechanisms.get(mechanism["name"])(shape, **settings)
+
+
+def _mlp(block: str | dict[str, Any] | None, d_model: int) -> nn.Module | None:
+    name, settings = _named(block)
+    kinds = {"gelu": GeluMlp, "swiglu": SwigluMlp}
+    if name == "none":
+        return None
+    if name not in kinds:
+        raise UserError(f"model.mlp {name!r} is none of none, {', '.join(kinds)}")
+    return kinds[name](d_model, **settings)
+
+
+def _refuse_not_yet(**values: Any) -> None:
+    for name, value in values.items():
+        if value in NOT_YET[name]:
+            raise UserError(f"model.{name}: {value!r} is not there yet")
+
+
+def _fill(weight: Tensor, std: float, *key: Any) -> None:
+    drawn = streams.normal(streams.key("weights", *key), torch.arange(weight.numel()))
+    weight.copy_((std * drawn).float().view_as(weight))

@@ -1,0 +1,46 @@
+"""What every task gives and takes. Letters: B rows, T time, Q labelled positions in a row, V vocabulary.
+
+A task is a class `Task` whose keyword-only parameters are its YAML keys, with
+
+    vocab_size, seq_len     what the model is built for: seq_len is the longest row of training
+    order                   "blocks": rows and groups are visited in their order; "mixed": shuffled every epoch
+    groups(split)           ranges of row numbers; rows of one group have one shape, a batch never crosses groups
+    n_examples(split)       how many rows there are; None = endless (an epoch is then the rows of `groups`, drawn afresh)
+    batch(split, index_B, seed, device)
+                            rows `index_B` (on the host), made on `device`. Row i depends on (split, seed, i) and the
+                            task's settings alone, whatever shares its batch; valid and test rows ignore the seed
+    score(logits_BQV, batch)
+                            one value a row for every metric
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one shape. The model is asked, and judged, at the labelled positions only."""
+
+    tokens_BT: Tensor  # int64
+    position_BQ: Tensor  # int64, where the labels are
+    target_BQ: Tensor  # int64, what they are
+
+    def __getitem__(self, rows: slice) -> Batch:
+        return Batch(self.tokens_BT[rows], self.position_BQ[rows], self.target_BQ[rows])
+
+
+def label_scores(logits_BQV: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """`accuracy` (share of right labels) and `loss` (mean nats a label) of each row, in fp32."""
+    logits_BQV = logits_BQV.float()
+    right_BQ = logits_BQV.argmax(-1) == batch.target_BQ
+    loss_BQ = F.cross_entropy(logits_BQV.flatten(0, 1), batch.target_BQ.flatten(), reduction="none")
+    return {"accuracy": right_BQ.float().mean(1), "loss": loss_BQ.view_as(right_BQ).mean(1)}
+
+

@@ -1,0 +1,247 @@
+"""Multi-query associative recall (Zoology, Arora et al. 2023): which value came with this key?
+
+One row of `n_pairs: 2, seq_len: 16` (keys k from the lower half of the vocabulary, values v from the upper half, `.` a
+filler, `-` no label):
+
+    tokens   k1 v1 k2 v2 |  .  .  k2  .  .  .  k1  .  .  .  .  .
+    labels    -  -  -  - |  -  -  v2  -  -  -  v1  -  -  -  -  -
+
+The label sits on the query itself: the model reads k2 and must say v2 at that position. Nothing is shifted, and the
+value does not follow in the input. Queries stand at even distances 2g from the end of the pairs, g drawn without
+replacement one key after the other with weights (g+1)^(power-1): `power: 0.01` asks most of them soon, 1 is uniform.
+
+    layout: vla  k1 v1 k2 v2 SEP q1 q2 ... : keys and values share one range, values and queries are drawn with
+                 replacement, every position after SEP is a query (Variational Linear Attention's own task)
+
+Source: zoology `multiquery_ar` at d88d6f5. Differences: fillers come from a stream of their own, not torch's global
+generator; `num_passes` is left out (its reference raises). A filler may equal a key or a value of its row, as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from runners import streams
+from runners.schema import UserError
+from runners.tasks._base import SPLITS, Batch, label_scores
+
+REVISION = 1
+LIMITS = [
+    "n_pairs >= 1",
+    "seq_len >= 2",
+    "power > 0",
+    "examples >= 1",
+    "valid_examples >= 1",
+    "test_examples >= 1",
+    "layout == 'vla' or seq_len % 2 == 0",
+    "layout == 'vla' or 4 * n_pairs <= seq_len",
+    "layout == 'vla' or vocab_size > seq_len",
+    "layout == 'vla' or n_pairs <= vocab_size // 2 - 1",
+    "layout == 'zoology' or 2 * n_pairs + 2 <= seq_len",
+    "layout == 'zoology' or n_pairs <= vocab_size - 1",
+]
+DERIVED = {"seq_len": "64 if layout == 'zoology' else 3 * n_pairs + 1"}
+SEGMENT = ["seq_len", "n_pairs", "examples"]
+METRICS = {"accuracy": "max", "loss": "min"}
+BOUNDS = {"accuracy": [0, 1]}
+CHANCE = {
+    "accuracy": "2 / vocab_size if layout == 'zoology' else 1 / vocab_size",
+    "loss": "log(vocab_size)",
+}
+SELECT = "accuracy"
+TRAINS = True
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One part of the training mixture."""
+
+    seq_len: int
+    n_pairs: int
+    examples: int
+
+
+class Task:
+    """Multi-query associative recall.
+
+    Args:
+        vocab_size: tokens in the vocabulary; zoology's layout takes keys from 1 .. V/2-1, values from V/2 .. V-1
+        seq_len: length of a row (tokens); none = 64, and 3 n_pairs + 1 in the vla layout
+        n_pairs: key-value pairs in a row (count)
+        power: exponent a of the law of query distances, weights g^(a-1) (1 = uniform, small = soon)
+        random_non_queries: fillers are random tokens of the whole vocabulary instead of token 0
+        data: fixed = the same `examples` rows every epoch; fresh = every epoch draws new ones
+        examples: training rows in an epoch (count)
+        valid_examples: validation rows, of every segment (count)
+        test_examples: test rows of an evaluation (count)
+        segments: the training mixture in its order, each with any of seq_len, n_pairs, examples; none = one segment
+        order: blocks = segments and rows in their order; mixed = rows and batches shuffled every epoch
+        layout: zoology = pairs, then spread queries; vla = pairs, separator, queries back to back
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 8192,
+        seq_len: int | None = None,
+        n_pairs: int = 4,
+        power: float = 0.01,
+        random_non_queries: bool = True,
+        data: Literal["fixed", "fresh"] = "fixed",
+        examples: int = 100000,
+        valid_examples: int = 500,
+        test_examples: int = 1000,
+        segments: list[dict] | None = None,
+        order: Literal["blocks", "mixed"] = "blocks",
+        layout: Literal["zoology", "vla"] = "zoology",
+    ) -> None:
+        if seq_len is None:
+            seq_len = 64 if layout == "zoology" else 3 * n_pairs + 1
+        self.vocab_size, self.power, self.random_non_queries = vocab_size, power, random_non_queries
+        self.data, self.order, self.layout = data, order, layout
+        self._own = Segment(seq_len, n_pairs, test_examples)
+        self._rows = {"valid": valid_examples, "test": test_examples}
+        self._segments = self._read_segments(segments, Segment(seq_len, n_pairs, examples))
+        for segment in (self._own, *self._segments):
+            self._check(segment)
+        self.seq_len = max(segment.seq_len for segment in self._segments)
+
+    def _read_segments(self, segments: list[dict] | None, own: Segment) -> list[Segment]:
+        if segments is None:
+            return [own]
+        found = []
+        for number, entry in enumerate(segments, 1):
+            unknown = sorted(set(entry) - set(SEGMENT))
+            if unknown:
+                raise UserError(f"task.segments, entry {number}: {unknown[0]!r} is none of {', '.join(SEGMENT)}")
+            found.append(Segment(**{name: int(entry.get(name, getattr(own, name))) for name in SEGMENT}))
+        if not found:
+            raise UserError("task.segments is empty: give at least one {seq_len, n_pairs, examples}, or leave it out")
+        return found
+
+    def _check(self, segment: Segment) -> None:
+        """The rules of LIMITS once more, for each segment: the planner reads them for the task's own values only."""
+        length, n, vocab = segment.seq_len, segment.n_pairs, self.vocab_size
+        if self.layout == "zoology":
+            rules = {
+                "n_pairs >= 1": n >= 1,
+                "seq_len is even": length % 2 == 0,
+                "4 * n_pairs <= seq_len": 4 * n <= length,
+                "vocab_size > seq_len": vocab > length,
+                "n_pairs <= vocab_size // 2 - 1": n <= vocab // 2 - 1,
+            }
+        else:
+            rules = {
+                "n_pairs >= 1": n >= 1,
+                "2 * n_pairs + 2 <= seq_len": 2 * n + 2 <= length,
+                "n_pairs <= vocab_size - 1": n <= vocab - 1,
+            }
+        for rule, holds in rules.items():
+            if not holds:
+                at = f"seq_len {length}, n_pairs {n}, vocab_size {vocab}"
+                raise UserError(f"mqar with {at} breaks the rule {rule}")
+
+    # which rows there are
+
+    def _parts(self, split: str) -> list[Segment]:
+        """The test split has the task's own length and load; the mixture is for training, and validated on."""
+        if split == "train":
+            return self._segments
+        rows = self._rows[split]
+        parts = self._segments if split == "valid" else [self._own]
+        return [Segment(part.seq_len, part.n_pairs, rows) for part in parts]
+
+    def groups(self, split: str) -> list[range]:
+        """Row numbers of one epoch, by segment."""
+        found, first = [], 0
+        for part in self._parts(split):
+            found.append(range(first, first + part.examples))
+            first += part.examples
+        return found
+
+    def n_examples(self, split: str) -> int | None:
+        if split == "train" and self.data == "fresh":
+            return None
+        return sum(part.examples for part in self._parts(split))
+
+    # what is in them
+
+    def batch(self, split: str, index_B: Tensor, seed: int, device: torch.device | str = "cpu") -> Batch:
+        """Rows `index_B` (int64, on the host, all of one segment), made on `device`.
+
+        A fresh training row has a number past the first epoch: it is row `i % rows of an epoch` of its segment, drawn
+        by its own number.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split {split!r} is none of {', '.join(SPLITS)}")
+        parts, groups = self._parts(split), self.groups(split)
+        first, last = (int(index_B[at]) % groups[-1].stop for at in (0, -1))
+        number = next(n for n, rows in enumerate(groups) if first in rows)
+        if last not in groups[number]:
+            raise ValueError(f"rows {int(index_B[0])} and {int(index_B[-1])} are of different segments")
+        part = parts[number]
+        # The law of a row, and nothing else: raising `examples` or `test_examples` keeps the rows there are.
+        law = {"V": self.vocab_size, "T": part.seq_len, "n": part.n_pairs, "power": self.power, "layout": self.layout}
+        law["fill"] = self.random_non_queries
+        stream = streams.key("mqar", split, seed if split == "train" else None, number, law)
+        row_B1 = index_B.to(device, non_blocking=True)[:, None]
+        make = _zoology if self.layout == "zoology" else _vla
+        return make(stream, row_B1, part, self)
+
+    def score(self, logits_BQV: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Accuracy and loss of each row: its mean over the row's queries."""
+        return label_scores(logits_BQV, batch)
+
+
+def _draw(stream: int, name: str, row_B1: Tensor, width: int) -> tuple[int, Tensor]:
+    """The stream `name` of these rows and its counters, `width` to a row."""
+    return streams.key(stream, name), row_B1 * width + torch.arange(width, device=row_B1.device)
+
+
+def _distinct(stream: int, name: str, row_B1: Tensor, n: int, of: int) -> Tensor:
+    """n distinct numbers of 0 .. of-1 in uniformly random order: the places of the n largest of `of` random words."""
+    return streams.bits(*_draw(stream, name, row_B1, of)).topk(n, dim=1).indices
+
+
+def _slots(stream: int, row_B1: Tensor, n: int, weights: Sequence[float]) -> Tensor:
+    """n distinct slots, drawn one after the other with these weights among the slots left.
+
+    An exponential race is exactly that law: slot g arrives at E_g / w_g, and the order of arrival is successive
+    sampling (the minimum of what is left is slot g with probability w_g over the weights left, by lack of memory).
+    """
+    w_S = torch.tensor(weights, dtype=torch.float64, device=row_B1.device)
+    arrival_BS = streams.exponential(*_draw(stream, "gaps", row_B1, len(weights))) / w_S
+    return arrival_BS.topk(n, dim=1, largest=False).indices
+
+
+def _zoology(stream: int, row_B1: Tensor, part: Segment, task: Task) -> Batch:
+    n, half = part.n_pairs, task.vocab_size // 2
+    key_BQ = 1 + _distinct(stream, "keys", row_B1, n, half - 1)
+    value_BQ = half + _distinct(stream, "values", row_B1, n, task.vocab_size - half)
+    space = (part.seq_len - 2 * n) // 2
+    slot_BQ = _slots(stream, row_B1, n, [(g + 1.0) ** (task.power - 1) for g in range(space)])
+    position_BQ = 2 * n + 2 * slot_BQ
+    if task.random_non_queries:
+        tokens_BT = streams.integers(*_draw(stream, "fillers", row_B1, part.seq_len), task.vocab_size)
+    else:
+        tokens_BT = torch.zeros(len(row_B1), part.seq_len, dtype=torch.int64, device=row_B1.device)
+    tokens_BT[:, : 2 * n] = torch.stack([key_BQ, value_BQ], dim=2).flatten(1)
+    tokens_BT.scatter_(1, position_BQ, key_BQ)
+    return Batch(tokens_BT, position_BQ, value_BQ)
+
+
+def _vla(stream: int, row_B1: Tensor, part: Segment, task: Task) -> Batch:
+    n, separator = part.n_pairs, task.vocab_size - 1
+    queries = part.seq_len - 2 * n - 1
+    key_BN = _distinct(stream, "keys", row_B1, n, separator)
+    value_BN = streams.integers(*_draw(stream, "values", row_B1, n), separator)
+    chosen_BQ = streams.integers(*_draw(stream, "queries", row_B1, queries), n)
+    pairs_BT = torch.stack([key_BN, value_BN], dim=2).flatten(1)
+    tokens_BT = torch.cat([pairs_BT, torch.full_like(row_B1, separator), key_BN.gather(1, chosen_BQ)], dim=1)
+    position_BQ = torch.arange(2 * n + 1, part.seq_len, device=row_B1.device).expand(len(row_B1), -1)
+    return Batch(tokens_BT, position_BQ, value_BN.gather(1, chosen_BQ))
