@@ -217,6 +217,8 @@ class Plan:
     resources: dict[str, Any]
     retry: dict[str, Any]
     notes: tuple[str, ...] = ()
+    bounds: dict[str, list[float]] = field(default_factory=dict)
+    """Range of every metric that has one: {"accuracy": [0, 1]}. Intervals are cut to it."""
 
     @property
     def spec_hash(self) -> str:
@@ -233,6 +235,7 @@ class Plan:
             "spec_hash": self.spec_hash,
             "source": self.source,
             "metrics": self.metrics,
+            "bounds": self.bounds,
             "resources": self.resources,
             "retry": self.retry,
             "notes": list(self.notes),
@@ -272,6 +275,7 @@ class Plan:
             members=tuple(members),
             tests=tuple(tests),
             notes=tuple(head["notes"]),
+            bounds=head.get("bounds", {}),
         )
 
 
