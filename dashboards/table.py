@@ -104,7 +104,7 @@ class _Reader:
         row |= {name: result.get(name) for name in RESULT_FIELDS}
         stamp = result.get("stamp") or {}
         if stamp:
-            self.stamps[trial.id] = stamp
+            self.stamps[trial.id] = {name: stamp.get(name) for name in STAMP_FIELDS}
         row |= {"diverged": _text(result.get("diverged")), "error": error}
         row |= {f"stamp.{name}": stamp.get(name) for name in STAMP_FIELDS}
         row |= {name: _number(value) for name, value in (result.get("metrics") or {}).items()}

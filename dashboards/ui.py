@@ -1,7 +1,7 @@
 """Open the MLflow UI on a store: the command line and environment, for the caller to run.
 
-MLflow's job runner is switched off and one worker is asked for: 0.5 GB instead of 2.1 GB of memory, and nothing of it is
-used here. The server is bound to 127.0.0.1: it has no password.
+MLflow's job runner is switched off and one worker is asked for: 0.5 GB instead of 2.1 GB of memory, and nothing of it
+is used here. The server is bound to 127.0.0.1: it has no password.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def _default_uri(store: Path) -> str:
     database = store.resolve() / "mlflow.db"
     if not database.is_file():
         raise UserError(
-            f"no MLflow database at {database}: `sweep sync` makes it from the ledger; is --store right?", Exit.ENVIRONMENT
+            f"no MLflow database at {database}: `sweep sync` makes it from the ledger; is --store right?",
+            Exit.ENVIRONMENT,
         )
     return f"sqlite:///{database}"
 
