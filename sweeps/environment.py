@@ -1,0 +1,132 @@
+"""What `sweep doctor` checks about the installation and the machine. Reads; changes nothing.
+
+Each dependency is imported by itself, so that the report shows the true exception: an ImportError deep inside one
+library is otherwise often told as "that library is not installed".
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOMS = ("sweeps", "dashboards", "runners", "mechanisms", "kernels")
+DEPENDENCIES = {
+    "altair": "altair",
+    "datasets": "datasets",
+    "jinja2": "jinja2",
+    "mlflow": "mlflow",
+    "numpy": "numpy",
+    "optuna": "optuna",
+    "pandas": "pandas",
+    "pydantic": "pydantic",
+    "ray.tune": "ray",
+    "safetensors": "safetensors",
+    "scipy": "scipy",
+    "sqlalchemy": "sqlalchemy",
+    "statsmodels": "statsmodels",
+    "torch": "torch",
+    "triton": "triton",
+    "typer": "typer",
+    "vl_convert": "vl-convert-python",
+    "yaml": "pyyaml",
+}
+"""Module to import, and the distribution that brings it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. `level` is ok, note or problem."""
+
+    level: str
+    what: str
+    remedy: str = ""
+
+
+def check() -> Iterator[Finding]:
+    """Every finding about Python, this package, its dependencies and the machine, as they are made."""
+    yield Finding("ok", f"Python {platform.python_version()} ({sys.executable}) on {platform.platform()}")
+    yield from _rooms()
+    for module, distribution in DEPENDENCIES.items():
+        yield _dependency(module, distribution)
+    yield from _devices()
+    yield _disk(Path.cwd())
+
+
+def _rooms() -> Iterator[Finding]:
+    """`kernels` and `sweeps` exist on the package index too: all rooms have to come from one folder."""
+    home = Path(__file__).resolve().parent.parent
+    for room in ROOMS:
+        found = Path(importlib.import_module(room).__file__ or "").resolve()
+        if home not in found.parents:
+            yield Finding(
+                "problem",
+                f"`{room}` is imported from {found.parent}, not from {home}",
+                f"another distribution brings a module of that name: `pip uninstall {room}`, or use a virtual "
+                "environment of its own",
+            )
+    yield Finding("ok", f"memsweep {version()} in {home}")
+
+
+def version() -> str:
+    """The installed version, or the word `checkout` if it runs from a folder without an install."""
+    try:
+        return importlib.metadata.version("memsweep")
+    except importlib.metadata.PackageNotFoundError:
+        return "checkout"
+
+
+def _dependency(module: str, distribution: str) -> Finding:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        return Finding(
+            "problem",
+            f"`import {module}` raises {type(error).__name__}: {error}",
+            f"pip install --force-reinstall -c constraints.txt {distribution}",
+        )
+    try:
+        return Finding("ok", f"{distribution} {importlib.metadata.version(distribution)}")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("ok", f"{distribution} (version unknown)")
+
+
+def _devices() -> Iterator[Finding]:
+    yield Finding("ok", f"{len(os.sched_getaffinity(0))} CPU cores for this process")
+    try:
+        import torch
+    except Exception:
+        return  # told above
+    if not torch.cuda.is_available():
+        yield Finding("note", "no CUDA card: trials run on the CPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        memory = f"{card.total_memory / 2**30:.0f} GiB"
+        yield Finding("ok", f"GPU {index}: {card.name}, {memory}, compute capability {card.major}.{card.minor}")
+    yield Finding("ok", f"CUDA {torch.version.cuda}; Triton's assembler: {_assembler()}")
+
+
+def _assembler() -> str:
+    """The ptxas that Triton calls: reports of wrong Hopper code name the one that its wheel carries."""
+    chosen = os.environ.get("TRITON_PTXAS_PATH")
+    if chosen:
+        return f"{chosen} (TRITON_PTXAS_PATH)"
+    try:
+        import triton
+    except Exception:
+        return "none (Triton does not import)"
+    carried = sorted(Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas*"))
+    return ", ".join(path.name for path in carried) + " (in its wheel)" if carried else "none found"
+
+
+def _disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free
+    text = f"{free / 2**30:.1f} GiB free at {folder}"
+    return Finding("ok", text) if free > 2**30 else Finding("problem", text, "a sweep needs about 1 GiB: free some")

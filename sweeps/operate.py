@@ -1,0 +1,322 @@
+"""The commands that run sweeps and look at results: launch, resume, status, report, export, ui, sync, doctor.
+
+Thin: each reads its arguments, calls one function of another room and prints what came back. Everything heavy is
+imported inside the command that needs it, so that `sweep --help` stays fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from runners.schema import Exit, Plan, Status, UserError
+
+if TYPE_CHECKING:
+    from dashboards.report import Report
+    from runners.driver import Summary, SweepStatus, TrialStatus
+
+STORE_VARIABLE = "MEMSWEEP_STORE"
+
+StoreOption = Annotated[
+    Path,
+    typer.Option(
+        "--store",
+        envvar=STORE_VARIABLE,
+        help="Folder that holds trials, ledger and MLflow's files.",
+        show_default="./memsweep-runs",
+    ),
+]
+SpecArgument = Annotated[str, typer.Argument(help="Spec file, or the name of a shipped one.", show_default=False)]
+NameArgument = Annotated[str, typer.Argument(help="Name of a sweep in the store.", show_default=False)]
+ProfileOption = Annotated[str | None, typer.Option("--profile", "-p", help="Profile of the spec to apply.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", "-s", metavar="PATH=VALUE", help="Set one value of the spec; repeatable.")
+]
+OnlyOption = Annotated[
+    str | None, typer.Option("--only", metavar="COND", help="Run or show only the trials that meet this condition.")
+]
+ExecutorOption = Annotated[
+    str, typer.Option("--executor", help="ray, or inline: one after the other in this process, for debugging.")
+]
+JobsOption = Annotated[
+    int | None,
+    typer.Option("--jobs", "-j", min=1, help="Trials at once.", show_default="one a CPU core, or one a GPU"),
+]
+UriOption = Annotated[
+    str | None, typer.Option("--tracking-uri", help="MLflow server or database.", show_default="SQLite in the store")
+]
+ReportOption = Annotated[bool, typer.Option("--report/--no-report", help="Write the report at the end.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+DEFAULT_STORE = Path("memsweep-runs")
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Register this file's commands on the command line."""
+    for command in (launch, resume, status, report, export, ui, sync, doctor):
+        app.command()(command)
+
+
+def launch(
+    spec: SpecArgument,
+    profile: ProfileOption = None,
+    sets: SetOption = None,
+    only: OnlyOption = None,
+    store: StoreOption = DEFAULT_STORE,
+    executor: ExecutorOption = "ray",
+    jobs: JobsOption = None,
+    tracking_uri: UriOption = None,
+    with_report: ReportOption = True,
+) -> None:
+    """Run what is missing of a sweep, then write its report. Again = top up."""
+    from sweeps import plan as planning
+
+    plan = planning.load(spec, profile=profile, sets=sets or [], only=only)
+    missing = planning.not_there_yet(plan)
+    if missing:
+        raise UserError("this version cannot launch the sweep yet:\n" + "\n".join(f"  {line}" for line in missing))
+    selected = planning.select(plan, only) if only else None
+    _run(plan, selected, store, executor, jobs, tracking_uri, with_report=with_report)
+
+
+def resume(
+    name: NameArgument,
+    failed: Annotated[bool, typer.Option("--failed", help="Only trials that failed.")] = False,
+    unfinished: Annotated[bool, typer.Option("--unfinished", help="Only trials that never ended.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Both (the default).")] = False,
+    only: OnlyOption = None,
+    store: StoreOption = DEFAULT_STORE,
+    executor: ExecutorOption = "ray",
+    jobs: JobsOption = None,
+    tracking_uri: UriOption = None,
+    with_report: ReportOption = True,
+) -> None:
+    """Go on with a sweep by its name: its latest revision, from the store alone."""
+    from runners import driver
+    from runners.store import Store
+    from sweeps import plan as planning
+
+    if failed + unfinished + everything > 1:
+        raise UserError("give one of --failed, --unfinished and --all")
+    _, plan = Store.open(store).plan(name)
+    selected = planning.select(plan, only) if only else frozenset(member.trial.id for member in plan.members)
+    if failed or unfinished:
+        trials = driver.status(store, name)[0].trials
+        wanted = {t.trial for t in trials if (t.status == Status.FAILED) == failed and not Status(t.status).is_done}
+        selected &= wanted
+        print(f"{len(selected)} trials are {'failed' if failed else 'unfinished'} and run again")
+    _run(plan, selected, store, executor, jobs, tracking_uri, with_report=with_report)
+
+
+def _run(
+    plan: Plan,
+    selected: frozenset[str] | None,
+    store: Path,
+    executor: str,
+    jobs: int | None,
+    tracking_uri: str | None,
+    *,
+    with_report: bool,
+) -> None:
+    if executor not in ("ray", "inline"):
+        raise UserError(f"--executor {executor!r}: it is ray or inline")
+    from runners import driver
+
+    print(f"{plan.sweep}: {plan.question}" if plan.question else plan.sweep)
+    for note in plan.notes:
+        print(f"note: {note}")
+    summary = driver.launch(
+        plan,
+        store=store,
+        executor=executor,
+        jobs=jobs,
+        only=selected,
+        tracking_uri=tracking_uri,
+        say=lambda line: print(line, flush=True),
+        tty=sys.stdout.isatty(),
+    )
+    _print_summary(summary)
+    if with_report and summary.counts.get(Status.COMPLETE, 0) + summary.counts.get(Status.DIVERGED, 0):
+        _print_report(_write_report(store, plan.sweep, None, tracking_uri))
+    raise typer.Exit(summary.exit_code)
+
+
+def _print_summary(summary: Summary) -> None:
+    counts = ", ".join(f"{n} {status}" for status, n in summary.counts.items() if n)
+    done = f"ran {summary.ran} trials"
+    if summary.evaluated:
+        done += f", evaluated {summary.evaluated} more"
+    print(f"\n{done} in {summary.seconds:.0f} s; {summary.skipped} were there already. Now: {counts or 'no trials'}")
+    for failure in summary.failures:
+        print(f"failed ({failure.kind}): {failure.cell}, seed {failure.seed}: {failure.error}\n  log: {failure.log}")
+    if summary.backlog:
+        print(f"MLflow is behind: {summary.backlog}; `sweep sync` catches up")
+
+
+def _write_report(store: Path, name: str, out: Path | None, tracking_uri: str | None) -> Report:
+    """Build the report of a sweep's latest revision and hang it on the sweep's summary run."""
+    from dashboards import report as reports
+    from runners import record
+    from runners.store import Store
+
+    opened = Store.open(store)
+    revision, plan = opened.plan(name)
+    folder = out or opened.revision_folder(name, revision) / "report"
+    looks = reports.count_look(opened, name, revision)
+    built = reports.build(plan, opened.root, f"{revision:04d}", folder, looks=looks)
+    problem = record.log_report(opened, plan, revision, folder, {"answer": built.answer}, tracking_uri=tracking_uri)
+    if problem:
+        print(f"the report is not in MLflow: {problem}; `sweep report {name}` tries again")
+    return built
+
+
+def _print_report(built: Report) -> None:
+    for warning in built.warnings:
+        print(f"note: {warning}")
+    print(f"\n{built.answer}\n\nreport: {built.html}")
+
+
+def status(
+    name: Annotated[str | None, typer.Argument(help="One sweep; all without it.", show_default=False)] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show again every 2 s until Ctrl-C.")] = False,
+    as_json: JsonOption = False,
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Where each sweep stands. Only reads: safe while a driver runs."""
+    from runners import driver
+
+    while True:
+        found = driver.status(store, name)
+        if as_json:
+            print(json.dumps([asdict(sweep) for sweep in found], indent=1, default=str))
+        else:
+            if watch and sys.stdout.isatty():
+                print("\033[H\033[2J", end="")
+            for sweep in found:
+                _print_status(sweep, trials=name is not None)
+            if not found:
+                print(f"no sweeps in {store}")
+        if not watch:
+            return
+        sys.stdout.flush()
+        time.sleep(2)
+
+
+def _print_status(sweep: SweepStatus, *, trials: bool) -> None:
+    counts = ", ".join(f"{n} {state}" for state, n in sweep.counts.items() if n)
+    print(f"{sweep.sweep} (revision {sweep.revision}): {counts or 'no trials'}")
+    for line in sweep.drivers:
+        print(f"  driver: {line}")
+    if sweep.backlog:
+        print(f"  MLflow is behind: {sweep.backlog}")
+    if trials:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("trial", "cell", "seed", "state", "step", "last"):
+            table.add_column(column, justify="right" if column in ("seed", "step") else "left", overflow="fold")
+        for trial in sweep.trials:
+            table.add_row(*_status_row(trial))
+        # A pipe has no width to fit, and a cut cell name is of no use to grep.
+        width = None if sys.stdout.isatty() else 200
+        Console(width=width, highlight=False, markup=False).print(table)
+
+
+def _status_row(trial: TrialStatus) -> tuple[str, ...]:
+    state = trial.status + (f" ({trial.failure})" if trial.failure else "")
+    step = "" if trial.step is None else f"{trial.step}/{trial.steps}" if trial.steps else str(trial.step)
+    last = trial.error or ", ".join(f"{name} {value:.4g}" for name, value in list(trial.metrics.items())[:3])
+    return trial.trial, trial.cell, str(trial.seed), state, step, last
+
+
+def report(
+    name: NameArgument,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for it.", show_default="in the store")] = None,
+    store: StoreOption = DEFAULT_STORE,
+    tracking_uri: UriOption = None,
+) -> None:
+    """Write a sweep's report: tables, figures, one self-contained HTML."""
+    _print_report(_write_report(store, name, out, tracking_uri))
+
+
+def export(
+    name: NameArgument,
+    form: Annotated[str, typer.Option("--format", "-f", help="csv, parquet, latex or md.")] = "csv",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="File.", show_default="standard output")] = None,
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Hand a sweep's results on: every trial as CSV or Parquet, the cells as LaTeX or Markdown."""
+    from dashboards import export as exporting
+    from runners.store import Store
+
+    opened = Store.open(store)
+    data = exporting.export(opened.plan(name)[1], opened.root, form)
+    if out is None:
+        if form == "parquet" and sys.stdout.isatty():
+            raise UserError("Parquet is binary: give --out FILE, or pipe it")
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    else:
+        try:
+            out.write_bytes(data)
+        except OSError as error:
+            raise UserError(f"--out {out}: {error.strerror}", Exit.ENVIRONMENT) from error
+        print(out)
+
+
+def ui(
+    store: StoreOption = DEFAULT_STORE,
+    port: Annotated[int | None, typer.Option("--port", help="Port.", show_default="5000, or a free one")] = None,
+    tracking_uri: UriOption = None,
+) -> None:
+    """Open the MLflow UI on the store, on 127.0.0.1."""
+    from dashboards import ui as uis
+
+    line, extra = uis.command(store, port, tracking_uri)
+    print(f"MLflow UI: {uis.address(line)} (Ctrl-C ends it; it takes some seconds to answer)", flush=True)
+    raise typer.Exit(subprocess.run(line, env={**os.environ, **extra}, check=False).returncode)
+
+
+def sync(
+    name: Annotated[str | None, typer.Argument(help="One sweep; all without it.", show_default=False)] = None,
+    restore: Annotated[bool, typer.Option("--restore", help="Make runs again that were deleted in the UI.")] = False,
+    store: StoreOption = DEFAULT_STORE,
+    tracking_uri: UriOption = None,
+) -> None:
+    """Rebuild MLflow from the ledger, or catch it up."""
+    from runners import driver
+
+    sent = driver.sync(
+        store, name, tracking_uri=tracking_uri, restore=restore, say=lambda line: print(line, flush=True)
+    )
+    for sweep, runs in sent.items():
+        print(f"{sweep}: {runs} runs written")
+    if not sent:
+        print("nothing to send: the store has no sweeps yet")
+
+
+def doctor(
+    store: StoreOption = DEFAULT_STORE,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Make the ledger anew from the trial folders.")] = False,
+) -> None:
+    """Check this installation, this machine and the store."""
+    from runners import driver
+    from sweeps import environment
+
+    findings = [*environment.check(), *(driver.doctor(store, rebuild=rebuild) if store.exists() else [])]
+    for found in findings:
+        mark = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}[found.level]
+        print(f"{mark} {found.what}" + (f"\n        {found.remedy}" if found.remedy else ""))
+    if not store.exists():
+        print(f"note    no store at {store} yet: the first launch makes it")
+    if any(found.level == "problem" for found in findings):
+        raise typer.Exit(Exit.ENVIRONMENT)
