@@ -1,4 +1,4 @@
-"""Memory mechanisms: one file each, the file's name is the name in a spec. See `mechanisms/_parts.py` for the contract."""
+"""Memory mechanisms, one file each: the file's name is the name in a spec. The contract is in `_parts.py`."""
 
 from __future__ import annotations
 

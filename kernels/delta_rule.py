@@ -1,0 +1,283 @@
+"""The delta rule: a key-value matrix that first erases what a key reads, then writes, and may forget.
+
+    S   = e^{g_t} S_{t-1}
+    u_t = beta_t (v_t - S^T a_t)          the committed residual
+    S_t = S + b_t u_t^T
+    o_t = scale * S_t^T q_t
+
+`a` erases, `b` writes (b = a: DeltaNet and its kin). State: (B, H, K, V), fp32 or better.
+
+Chunked, with G the cumulative log-decay inside a chunk, D_ij = e^{G_i - G_j} (j <= i), Ga = e^G, B^ = e^{G_C - G} b:
+
+    M0 = stril(D * A B^T)    P = tril(D * Q B^T)    L = beta * M0    U = (I + L)^-1 beta (V - Ga * A S)
+    O = Ga * (Q S) + P U     S' = e^{G_C} S + B^^T U
+
+The system is solved, never inverted by powers of L: with equal keys and beta = 1 those reach 1e18.
+
+Letters: B batch, T time, H heads, J = B * H, N chunks, C chunk length, K key width, V value width; x stacks a over q.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels._chunk import G_MIN, chunk_length, decay_tile, from_chunks, repeat_heads, to_chunks
+from kernels._launch import accumulator, check, full_precision, resolve
+
+
+def delta_rule_step(
+    state: Tensor,
+    q: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    g: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token, and the law. q, a, b (B, H, K), v (B, H, V), beta, g (B, H) -> o, next state, u (B, H, V)."""
+    if g is not None:
+        state = state * g.clamp(min=G_MIN).exp()[..., None, None]
+    u = v - torch.einsum("bhkv,bhk->bhv", state, a)
+    if beta is not None:
+        u = u * beta[..., None]
+    state = state + (a if b is None else b)[..., None] * u[..., None, :]
+    return torch.einsum("bhkv,bhk->bhv", state, q) * scale, state, u
+
+
+def reference(
+    q: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    g: Tensor | None,
+    scale: float,
+    state: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The law over time: (B, T, H, ...) in, o, final state and u out."""
+    out, committed = [], []
+    for t in range(q.shape[1]):
+        now = [None if x is None else x[:, t] for x in (b, beta, g)]
+        o, state, u = delta_rule_step(state, q[:, t], a[:, t], now[0], v[:, t], now[1], now[2], scale)
+        out.append(o)
+        committed.append(u)
+    return torch.stack(out, 1), state, torch.stack(committed, 1)
+
+
+class _Chunked(torch.autograd.Function):
+    """All chunks at once, but for the short serial pass of the state. Everything is (N, J, C, ...) in one dtype.
+
+    Without an initial state the first chunk reads none: `first` is then 1, the first chunk that does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        a: Tensor,
+        b: Tensor | None,
+        v: Tensor,
+        beta: Tensor | None,
+        g: Tensor | None,
+        S0: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        C, first = q.shape[2], int(S0 is None)
+        write = a if b is None else b
+        x = torch.cat([a, q * scale], 2)
+        M = x @ write.mT
+        D, Ga, tail = _decays(g)
+        _mask_scores(M, D)
+        L = M[:, :, :C] if beta is None else M[:, :, :C] * beta
+        write_end = write if tail is None else write * tail
+        x_in = x[first:] if Ga is None else x[first:] * Ga[first:].repeat(1, 1, 2, 1)
+        rhs = v if beta is None else v * beta
+        U = torch.linalg.solve_triangular(L, rhs, upper=False, unitriangular=True)
+        W = x_in[:, :, :C] if beta is None else x_in[:, :, :C] * beta[first:]
+        if W.shape[0]:
+            W = torch.linalg.solve_triangular(L[first:], W, upper=False, unitriangular=True)
+        S, end = S0, []
+        for n in range(q.shape[0]):
+            if S is not None:
+                U[n].baddbmm_(W[n - first], S, alpha=-1)
+                kept = S if Ga is None else S * Ga[n, :, -1:]
+                S = torch.baddbmm(kept, write_end[n].mT, U[n])
+            else:
+                S = write_end[n].mT @ U[n]
+            end.append(S)
+        starts = torch.stack(([] if S0 is None else [S0]) + end[:-1]) if x_in.shape[0] else None
+        O = M[:, :, C:] @ U
+        if starts is not None:
+            O[first:] += x_in[:, :, C:] @ starts
+        ctx.save_for_backward(x, b, v, beta, M, L, D, Ga, tail, U, W, x_in, starts, end[-1])
+        ctx.scale, ctx.first = scale, first
+        ctx.set_materialize_grads(False)
+        return O, end[-1], U
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dO: Tensor | None, dS: Tensor | None, dUx: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, b, v, beta, M, L, D, Ga, tail, U, W, x_in, starts, S_end = ctx.saved_tensors
+        C, first = v.shape[2], ctx.first
+        a = x[:, :, :C]
+        write = a if b is None else b
+        dO = torch.zeros_like(v) if dO is None else dO
+        dU = M[:, :, C:].mT @ dO
+        if dUx is not None:
+            dU = dU + dUx
+        write_end = write if tail is None else write * tail
+        dS_end: list[Tensor | None] = []
+        for n in reversed(range(v.shape[0])):
+            dS_end.append(dS)
+            if dS is not None:
+                dU[n].baddbmm_(write_end[n], dS)
+            if n < first:
+                dS = None
+                continue
+            before = torch.baddbmm(x_in[n - first, :, C:].mT @ dO[n], W[n - first].mT, dU[n], alpha=-1)
+            if dS is not None:
+                before += dS if Ga is None else dS * Ga[n, :, -1:]
+            dS = before
+        dS_end.reverse()
+        R = torch.linalg.solve_triangular(L.mT, dU, upper=True, unitriangular=True)
+        Rb = R if beta is None else R * beta
+        dbeta = None
+        if beta is not None:  # R . e, never R . u / beta: beta may be 0
+            e = v - M[:, :, :C] @ U
+            if starts is not None:
+                e[first:] -= x_in[:, :, :C] @ starts
+            dbeta = torch.linalg.vecdot(R, e).unsqueeze(-1)
+        dx_out = torch.cat([-Rb, dO], 2)
+        dM = dx_out @ U.mT
+        _mask_scores(dM, D)
+        dx, dwrite = dM @ write, dM.mT @ x
+        if starts is not None:
+            into = dx_out[first:] if Ga is None else dx_out[first:] * Ga[first:].repeat(1, 1, 2, 1)
+            dx[first:] += into @ starts.mT
+        for n, dS_n in enumerate(dS_end):
+            if dS_n is not None:
+                part = U[n] @ dS_n.mT
+                dwrite[n] += part if tail is None else part * tail[n]
+        dg = None if Ga is None else _decay_grad(x, dx, write, dwrite, starts, S_end, dS_end, first)
+        da, dq = dx[:, :, :C], dx[:, :, C:] * ctx.scale
+        if b is None:
+            return dq, da + dwrite, None, Rb, dbeta, dg, dS, None
+        return dq, da, dwrite, Rb, dbeta, dg, dS, None
+
+
+def _decays(g: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """From g (N, J, C, 1): the tile D (N, J, C, C), e^G and e^{G_C - G} (N, J, C, 1); None without decay."""
+    if g is None:
+        return None, None, None
+    G = g.cumsum(2)
+    return decay_tile(G.squeeze(-1)), G.exp(), (G[:, :, -1:] - G).exp()
+
+
+def _mask_scores(M: Tensor, D: Tensor | None) -> None:
+    """In place: the upper half of M (rows of a) strictly lower triangular, the lower half (rows of q) lower; both * D."""
+    N, J, _, C = M.shape
+    halves = M.view(N, J, 2, C, C)
+    if D is None:
+        keep = torch.ones(2, C, C, dtype=M.dtype, device=M.device)
+        keep[0].tril_(-1)
+        keep[1].tril_()
+        halves.mul_(keep)
+    else:
+        halves.mul_(D.unsqueeze(2))
+        halves[:, :, 0].diagonal(dim1=-2, dim2=-1).zero_()
+
+
+def _decay_grad(
+    x: Tensor,
+    dx: Tensor,
+    write: Tensor,
+    dwrite: Tensor,
+    starts: Tensor | None,
+    S_end: Tensor,
+    dS_end: list[Tensor | None],
+    first: int,
+) -> Tensor:
+    """dg from dG_i = q.dq + a.da - b.db, dG_C += <S_C, dS_C>. Exact only with values that were not rounded to bf16."""
+    N, J, C, _ = write.shape
+    dG = torch.linalg.vecdot(x, dx).view(N, J, 2, C).sum(2) - torch.linalg.vecdot(write, dwrite)
+    for n, dS_n in enumerate(dS_end):
+        if dS_n is not None:
+            end = S_end if n == N - 1 else starts[n + 1 - first]  # type: ignore[index]
+            dG[n, :, -1] += (end * dS_n).sum((-2, -1))
+    return dG.flip(2).cumsum(2).flip(2).unsqueeze(-1)
+
+
+@full_precision
+def delta_rule(
+    q: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None = None,
+    g: Tensor | None = None,
+    *,
+    scale: float,
+    residual: str | None = None,
+    initial_state: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """o (B, T, H, V) in q's dtype, the final state (B, H, K, V), and the residual if asked for.
+
+    q, a, b (B, T, Hk, K) with H a multiple of Hk; b None: b = a. v (B, T, H, V). beta, g (B, T, H); None: 1 and 0.
+    g <= 0, -inf allowed. `residual`: "norm" gives |u|_2 (B, T, H), not differentiable; "full" gives u itself.
+    """
+    impl = resolve(impl, "delta_rule")
+    B, T, H, V = v.shape
+    _check(q, a, b, v, beta, g, residual, initial_state)
+    dtype, acc = q.dtype, accumulator(q, v)
+    q, a = (repeat_heads(x.to(acc), H) for x in (q, a))
+    b = None if b is None else repeat_heads(b.to(acc), H)
+    v = v.to(acc)
+    beta = None if beta is None else beta.to(acc)
+    g = None if g is None else g.to(acc).clamp(min=G_MIN)
+    S0 = None if initial_state is None else initial_state.to(acc)
+    if impl == "reference":
+        zero = v.new_zeros(B, H, q.shape[-1], V) if S0 is None else S0
+        o, S, u = reference(q, a, b, v, beta, g, scale, zero)
+    else:
+        C = chunk_length(T)
+        cut = [None if x is None else to_chunks(x, C) for x in (q, a, b, v)]
+        gates = [None if x is None else to_chunks(x.unsqueeze(-1), C) for x in (beta, g)]
+        flat = None if S0 is None else S0.flatten(0, 1)
+        o, S, u = _Chunked.apply(*cut, *gates, flat, scale)
+        o, u, S = from_chunks(o, B, T), from_chunks(u, B, T), S.unflatten(0, (B, H))
+    if residual == "norm":
+        return o.to(dtype), S, torch.linalg.vector_norm(u.detach(), dim=-1)
+    return o.to(dtype), S, (u if residual == "full" else None)
+
+
+def _check(
+    q: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    g: Tensor | None,
+    residual: str | None,
+    state: Tensor | None,
+) -> None:
+    B, T, H, V = v.shape
+    _, _, Hk, K = q.shape
+    if H % Hk:
+        raise ValueError(f"delta_rule: v has {H} heads, q {Hk}: the first should be a multiple of the second")
+    check("delta_rule", "q", q, (B, T, Hk, K))
+    for name, x in (("a", a), ("b", b)):
+        if x is not None:
+            check("delta_rule", name, x, (B, T, Hk, K))
+    for name, x in (("beta", beta), ("g", g)):
+        if x is not None:
+            check("delta_rule", name, x, (B, T, H))
+    if state is not None:
+        check("delta_rule", "initial_state", state, (B, H, K, V))
+    if residual not in (None, "norm", "full"):
+        raise ValueError(f"delta_rule: residual={residual!r} should be None, 'norm' or 'full'")
