@@ -1,0 +1,1 @@
+"""The spec language and the command line: YAML in, a plan of trials out. Nothing heavy is imported here."""

@@ -1,0 +1,82 @@
+"""The rules and formulas of mechanisms, tasks and models: whole-number arithmetic in literal text, nothing else.
+
+`STATE = "n_heads * head_dim**2"` is refused, `n_heads * head_dim * head_dim` is not: names, numbers, text, None, True and
+False, `+ - * / // %`, comparisons, `and or not`, `a if c else b`, and the functions min, max, log. A formula is checked
+once against this list and then compiled, so that evaluating it is cheap and can do nothing but arithmetic.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+from runners.schema import UserError
+
+FUNCTIONS = {"min": min, "max": max, "log": math.log}
+
+ALLOWED = (
+    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Call, ast.IfExp),
+    *(ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod),
+    *(ast.UnaryOp, ast.USub, ast.Not, ast.BoolOp, ast.And, ast.Or),
+    *(
+        ast.Compare,
+        ast.Eq,
+        ast.NotEq,
+        ast.Lt,
+        ast.LtE,
+        ast.Gt,
+        ast.GtE,
+        ast.Is,
+        ast.IsNot,
+        ast.In,
+        ast.NotIn,
+        ast.Tuple,
+    ),
+)
+
+
+@lru_cache(maxsize=None)
+def parse(text: str) -> tuple[CodeType, frozenset[str]]:
+    """Compiled formula and the names it reads. Raises `ValueError` for anything that is not on the list above."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{text!r} is not a formula: {error}") from error
+    names = set()
+    called = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ALLOWED):
+            raise ValueError(f"{text!r}: {type(node).__name__} is not allowed in a formula")
+        if isinstance(node, ast.Constant) and not isinstance(node.value, int | float | str | None):
+            raise ValueError(f"{text!r}: {node.value!r} is not allowed in a formula")
+        if isinstance(node, ast.Call):
+            if not isinstance(node.func, ast.Name) or node.func.id not in FUNCTIONS or node.keywords:
+                raise ValueError(f"{text!r}: a formula calls {', '.join(FUNCTIONS)} and nothing else")
+            called.add(id(node.func))
+        elif isinstance(node, ast.Name):
+            names.add(node)
+    read = frozenset(node.id for node in names if id(node) not in called)
+    return compile(tree, "<formula>", "eval"), read
+
+
+def names(text: str) -> frozenset[str]:
+    """The names that a formula reads."""
+    return parse(text)[1]
+
+
+def evaluate(text: str, values: Mapping[str, Any]) -> Any:
+    """The formula's value. Raises `UserError` for a name without a value, or where the arithmetic has no result."""
+    try:
+        code, read = parse(text)
+        missing = sorted(read - values.keys())
+        if missing:
+            raise ValueError(f"{text!r} reads {missing[0]!r}, which is no parameter here")
+        return eval(code, {"__builtins__": {}, **FUNCTIONS}, {name: values[name] for name in read})
+    except (ArithmeticError, TypeError) as error:
+        raise UserError(f"{text!r} has no value: {error}") from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
