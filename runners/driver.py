@@ -102,8 +102,9 @@ def status(store: Path, sweep: str | None = None) -> list[SweepStatus]:
     raise NotImplementedError
 
 
-def sync(store: Path, sweep: str | None = None, *, tracking_uri: str | None = None, restore: bool = False,
-         say: Say = print) -> dict[str, int]:
+def sync(
+    store: Path, sweep: str | None = None, *, tracking_uri: str | None = None, restore: bool = False, say: Say = print
+) -> dict[str, int]:
     """Bring MLflow up to date from the ledger and the trial folders: {sweep: trials projected}."""
     raise NotImplementedError
 

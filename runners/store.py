@@ -16,7 +16,6 @@ Paths inside are relative to the folder, so it may be moved. Standard library on
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -34,7 +33,18 @@ DEFAULT_FOLDER = "memsweep-runs"
 LEDGER_VARIABLE = "MEMSWEEP_LEDGER"
 """Environment variable with the ledger's database URL; wins over `"ledger"` in store.json (it may hold a password)."""
 
-_SHARED_FILESYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "fuse.sshfs", "afs", "glusterfs", "fuse.gluster")
+_SHARED_FILESYSTEMS = (
+    "nfs",
+    "cifs",
+    "smb",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "fuse.sshfs",
+    "afs",
+    "glusterfs",
+    "fuse.gluster",
+)
 _REVISION = re.compile(r"\d{4,}")
 _POINTS = re.compile(r"(\d+)-(\d+)\.jsonl")
 
@@ -123,22 +133,23 @@ def _newer(path: Path, schema: int) -> UserError:
 
 
 def read_points(folder: Path, up_to: int | None = None) -> Iterator[tuple[int, dict[str, float], float]]:
-    """Committed points of the trial in `folder`: (step, metrics, time in s), steps rising, none twice.
+    """Committed points of the trial in `folder`: (step, metrics, time in s), no metric twice at one step.
 
     `up_to` is the last committed step (that of the result or of the newest checkpoint); later points belong to
     nothing that can be resumed. The time is that of the file: it orders nothing, it is for people.
     """
     files = [(int(m[1]), int(m[2]), path) for path in _files(folder / "metrics") if (m := _POINTS.fullmatch(path.name))]
-    last = -1
+    seen: set[tuple[int, str]] = set()
     for _first, end, path in sorted(files):
         if up_to is not None and end > up_to:
             continue
         time = path.stat().st_mtime
         for line in path.read_text(encoding="utf-8").splitlines():
-            point = json.loads(line)
-            if point["step"] > last:
-                last = point["step"]
-                yield last, point["metrics"], time
+            step, metrics = (point := json.loads(line))["step"], point["metrics"]
+            new = {name: value for name, value in metrics.items() if (step, name) not in seen}
+            seen.update((step, name) for name in new)
+            if new:
+                yield step, new, time
 
 
 def _files(folder: Path) -> list[Path]:
@@ -199,7 +210,11 @@ class Store:
         head = root / "store.json"
         try:
             if not head.exists():
-                if root.is_dir() and any(not path.name.startswith(".") for path in root.iterdir()) and not head.exists():
+                if (
+                    root.is_dir()
+                    and any(not path.name.startswith(".") for path in root.iterdir())
+                    and not head.exists()
+                ):
                     raise UserError(
                         f"{root} is a folder with other things in it and no store.json: choose a new or empty folder "
                         "for --store",
@@ -295,7 +310,7 @@ class Store:
         return self.root / "sweeps" / sweep / f"{revision:04d}"
 
     def plan(self, sweep: str, revision: int | None = None) -> tuple[int, Plan]:
-        """A frozen plan (the latest without `revision`). Raises `UserError` for an unknown sweep, with the near ones."""
+        """A frozen plan (the latest without `revision`). Raises `UserError` for an unknown one, naming those there are."""
         revisions = self.revisions(sweep)
         if not revisions or (revision is not None and revision not in revisions):
             names = ", ".join(self.sweeps()) or "none yet"
@@ -345,12 +360,3 @@ def _differences(a: Any, b: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]
 
 def _plain(value: Any) -> str:
     return canonical_json(value)
-
-
-@functools.cache
-def host_identity() -> str:
-    """This machine since its last boot; with a process id and its start time it names a process for good."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    except OSError:
-        return f"{os.uname().nodename}"

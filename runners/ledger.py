@@ -1,0 +1,477 @@
+"""The ledger: plans, leases and an index of the trial folders, in SQLite (WAL) or PostgreSQL.
+
+The folders hold the truth; every row here but the leases can be made again from them (`rebuild`). A lease is one
+conditional UPDATE on the database's own clock: two drivers never hold one trial, and an attempt number fences what an
+older holder still says. `running` with an expired lease reads as `interrupted`.
+
+Not covered: PostgreSQL runs the same statements (locked by rows where SQLite locks the file), but no test here has run
+them against one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+
+from runners.owner import Owner
+from runners.schema import SCHEMA_VERSION, Exit, Outcome, Plan, Status, UserError, digest
+from runners.store import Store, read_json
+
+LEASE_S = 60.0
+RENEW_S = 10.0
+"""A driver renews its leases this often, and stops its trials when it could not for LEASE_S."""
+
+
+class _Now(FunctionElement[float]):
+    """Seconds since 1970 by the clock of the database."""
+
+    type = sa.Float()
+    inherit_cache = True
+
+
+@compiles(_Now, "sqlite")
+def _now_sqlite(_element: Any, _compiler: Any, **_: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+@compiles(_Now, "postgresql")
+def _now_postgresql(_element: Any, _compiler: Any, **_: Any) -> str:
+    return "extract(epoch from clock_timestamp())"
+
+
+_tables = sa.MetaData()
+
+
+def _table(name: str, keys: str, texts: str = "", numbers: str = "", times: str = "") -> sa.Table:
+    """A table: `keys` are its primary key (a name ending in # is a number), then optional columns by type."""
+    columns = [
+        sa.Column(key.rstrip("#"), sa.Integer if key.endswith("#") else sa.Text, primary_key=True)
+        for key in keys.split()
+    ]
+    columns += [sa.Column(text, sa.Text) for text in texts.split()]
+    columns += [sa.Column(number, sa.Integer) for number in numbers.split()]
+    columns += [sa.Column(time_, sa.Double) for time_ in times.split()]
+    return sa.Table(name, _tables, *columns)
+
+
+store_t = _table("store", "uuid", numbers="schema_version")
+driver_t = _table("driver", "uuid", "host begun machine", "pid", "started")
+sweep_t = _table("sweep", "name", "question")
+revision_t = _table("revision", "sweep number#", "spec_hash", times="created")
+membership_t = _table("membership", "sweep revision# trial", "arm cell", "position")
+trial_t = _table("trial", "id", "settings status owner failure error", "attempt", "expires updated")
+attempt_t = _table("attempt", "trial number#", "owner status failure error", times="started ended")
+evaluation_t = _table("evaluation", "trial slice", times="done")
+projector_t = _table("projector", "uri experiment", "marker owner problem", times="expires")
+projection_t = _table("projection", "uri experiment trial", "run sent", "step")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trial as the ledger has it. `status` is already read with the lease: expired means interrupted."""
+
+    id: str
+    status: Status
+    attempt: int
+    owner: str | None
+    failure: str | None
+    error: str | None
+
+
+class Ledger:
+    """An open ledger. One instance may be used from several threads."""
+
+    def __init__(self, url: str, *, read_only: bool = False) -> None:
+        self._engine = _engine(url, read_only)
+        # SQLite: a write takes the lock at BEGIN; one that started as a read could not wait for it.
+        self._reads = self._engine.execution_options(memsweep_read=True)
+
+    @classmethod
+    def open(cls, store: Store, *, read_only: bool = False) -> Ledger:
+        """The store's ledger, made if it is missing. With `read_only` it is neither made nor written."""
+        url = store.ledger_url()
+        try:
+            ledger = cls(url, read_only=read_only)
+            if not read_only:
+                ledger._make(store.uuid)
+            return ledger
+        except (sa.exc.OperationalError, sa.exc.DatabaseError) as error:
+            shown = sa.engine.make_url(url).render_as_string(hide_password=True)
+            raise UserError(
+                f"cannot open the ledger {shown}: {error.orig}. If the file is damaged, move it away: "
+                "`sweep doctor --rebuild` makes it again from the trial folders",
+                Exit.ENVIRONMENT,
+            ) from error
+
+    def _make(self, store_uuid: str) -> None:
+        with self._write() as db:
+            _tables.create_all(db)
+            db.execute(self._insert(store_t), {"uuid": store_uuid, "schema_version": SCHEMA_VERSION})
+            rows = db.execute(sa.select(store_t)).all()
+        other = [row.uuid for row in rows if row.uuid != store_uuid]
+        if other:
+            raise UserError(f"this ledger belongs to another store ({other[0]}, not {store_uuid})", Exit.ENVIRONMENT)
+        if rows[0].schema_version > SCHEMA_VERSION:
+            raise UserError(
+                f"the ledger has schema {rows[0].schema_version}; this memsweep reads up to {SCHEMA_VERSION}: upgrade it",
+                Exit.ENVIRONMENT,
+            )
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @contextmanager
+    def _write(self) -> Iterator[sa.Connection]:
+        with self._engine.begin() as db:
+            yield db
+
+    @contextmanager
+    def _read(self) -> Iterator[sa.Connection]:
+        with self._reads.connect() as db:
+            yield db
+
+    def _insert(self, table: sa.Table) -> Any:
+        """INSERT that leaves a row as it is if its key is there."""
+        insert = sqlite.insert if self._engine.dialect.name == "sqlite" else postgresql.insert
+        return insert(table).on_conflict_do_nothing()
+
+    # ---- plans -------------------------------------------------------------------------------------------------
+
+    def record_plan(self, plan: Plan, revision: int) -> None:
+        """Index a frozen plan. Doing it again changes nothing.
+
+        Raises `UserError` if a trial is known with other settings under the same id.
+        """
+        name = plan.sweep
+        trials = [{"id": m.trial.id, "settings": settings_digest(m.trial.settings())} for m in plan.members]
+        members = [
+            {"sweep": name, "revision": revision, "trial": m.trial.id, "arm": m.arm, "cell": m.cell, "position": i}
+            for i, m in enumerate(plan.members)
+        ]
+        head = {"sweep": name, "number": revision, "spec_hash": plan.spec_hash, "created": time.time()}
+        with self._write() as db:
+            db.execute(self._insert(sweep_t), {"name": name, "question": plan.question})
+            db.execute(self._insert(revision_t), head)
+            if members:
+                planned = {"status": Status.PLANNED.value, "attempt": 0, "updated": time.time()}
+                db.execute(self._insert(trial_t), [row | planned for row in trials])
+                db.execute(self._insert(membership_t), members)
+
+    def sweeps_of(self, trial_ids: Iterable[str]) -> dict[str, list[str]]:
+        """Which sweeps each trial is in, whatever the revision."""
+        query = sa.select(membership_t.c.trial, membership_t.c.sweep).distinct().order_by(membership_t.c.sweep)
+        found: dict[str, list[str]] = {trial_id: [] for trial_id in trial_ids}
+        with self._read() as db:
+            for trial, sweep in db.execute(query):
+                if trial in found:
+                    found[trial].append(sweep)
+        return found
+
+    # ---- trials ------------------------------------------------------------------------------------------------
+
+    def rows(self, sweep: str, revision: int) -> dict[str, Row]:
+        """The trials of one revision, in plan order."""
+        is_member = (membership_t.c.sweep == sweep) & (membership_t.c.revision == revision)
+        query = self._rows().join(membership_t, (membership_t.c.trial == trial_t.c.id) & is_member)
+        with self._read() as db:
+            return {row.id: _row(row) for row in db.execute(query.order_by(membership_t.c.position))}
+
+    def row(self, trial_id: str) -> Row | None:
+        with self._read() as db:
+            found = db.execute(self._rows().where(trial_t.c.id == trial_id)).one_or_none()
+        return _row(found) if found else None
+
+    def _rows(self) -> sa.Select[Any]:
+        expired = sa.case((trial_t.c.expires < _Now(), 1), else_=0).label("expired")
+        return sa.select(trial_t, expired)
+
+    def evaluations(self, trial_ids: Iterable[str]) -> dict[str, set[str]]:
+        """Slices known to be evaluated, by trial."""
+        found: dict[str, set[str]] = {trial_id: set() for trial_id in trial_ids}
+        with self._read() as db:
+            for trial, part in db.execute(sa.select(evaluation_t.c.trial, evaluation_t.c.slice)):
+                if trial in found:
+                    found[trial].add(part)
+        return found
+
+    def attempts(self, trial_id: str) -> list[dict[str, Any]]:
+        """The trial's history, oldest first."""
+        query = sa.select(attempt_t).where(attempt_t.c.trial == trial_id).order_by(attempt_t.c.number)
+        with self._read() as db:
+            return [dict(row) for row in db.execute(query).mappings()]
+
+    def take_in(self, trial_id: str, status: Status, slices: Iterable[str]) -> None:
+        """Copy what the folder says: a result, and which slices are evaluated."""
+        where = (trial_t.c.id == trial_id) & (trial_t.c.status != status) & trial_t.c.owner.is_(None)
+        new = {"status": status.value, "failure": None, "error": None, "updated": _Now()}
+        done = [{"trial": trial_id, "slice": part, "done": time.time()} for part in slices]
+        with self._write() as db:
+            db.execute(sa.update(trial_t).where(where).values(new))
+            if done:
+                db.execute(self._insert(evaluation_t), done)
+
+    def forget_result(self, trial_id: str) -> None:
+        """The folder no longer has what the row says: the trial is planned again."""
+        where = (trial_t.c.id == trial_id) & trial_t.c.owner.is_(None)
+        with self._write() as db:
+            db.execute(sa.update(trial_t).where(where).values(status=Status.PLANNED.value, updated=_Now()))
+            db.execute(sa.delete(evaluation_t).where(evaluation_t.c.trial == trial_id))
+
+    # ---- leases ------------------------------------------------------------------------------------------------
+
+    def register(self, owner: Owner) -> None:
+        row = {"uuid": owner.uuid, "host": owner.host, "begun": owner.begun, "machine": owner.machine}
+        with self._write() as db:
+            db.execute(self._insert(driver_t), row | {"pid": owner.pid, "started": time.time()})
+
+    def leave(self, owner: Owner) -> None:
+        """Give everything back: the driver ends."""
+        self._release(owner.uuid)
+        with self._write() as db:
+            db.execute(sa.delete(driver_t).where(driver_t.c.uuid == owner.uuid))
+
+    def claim(self, trial_id: str, owner: Owner, *, above: int = 0) -> int | None:
+        """Take the trial for LEASE_S: the new attempt's number, or None if somebody holds it.
+
+        `above` is the highest attempt number seen in the folder: numbers only rise, even past a lost ledger.
+        """
+        last = sa.case((trial_t.c.attempt > above, trial_t.c.attempt), else_=above)
+        free = trial_t.c.owner.is_(None) | (trial_t.c.expires < _Now())
+        new = {"owner": owner.uuid, "expires": _Now() + LEASE_S, "attempt": last + 1, "updated": _Now()}
+        new |= {"status": Status.RUNNING.value, "failure": None, "error": None}
+        with self._write() as db:
+            if db.execute(sa.update(trial_t).where((trial_t.c.id == trial_id) & free).values(new)).rowcount != 1:
+                return None
+            number = int(db.execute(sa.select(trial_t.c.attempt).where(trial_t.c.id == trial_id)).scalar_one())
+            open_before = (attempt_t.c.trial == trial_id) & attempt_t.c.ended.is_(None)
+            gone = {"status": Status.INTERRUPTED.value, "ended": time.time()}
+            db.execute(sa.update(attempt_t).where(open_before).values(gone))
+            row = {"trial": trial_id, "number": number, "owner": owner.uuid, "started": time.time()}
+            db.execute(self._insert(attempt_t), row | {"status": Status.RUNNING.value})
+        return number
+
+    def renew(self, owner: Owner) -> set[str]:
+        """Prolong every lease the driver holds: the trials that are still its own."""
+        mine = trial_t.c.owner == owner.uuid
+        with self._write() as db:
+            db.execute(sa.update(trial_t).where(mine).values(expires=_Now() + LEASE_S))
+            return set(db.execute(sa.select(trial_t.c.id).where(mine)).scalars())
+
+    def finish(self, outcome: Outcome, slices: Iterable[str] = ()) -> bool:
+        """Write how an attempt ended and free the trial. False if a newer attempt has taken it: then nothing changes."""
+        ended = {"status": outcome.status.value, "failure": outcome.failure, "error": outcome.error}
+        where = (trial_t.c.id == outcome.trial_id) & (trial_t.c.attempt == outcome.attempt)
+        this = (attempt_t.c.trial == outcome.trial_id) & (attempt_t.c.number == outcome.attempt)
+        done = [{"trial": outcome.trial_id, "slice": part, "done": time.time()} for part in slices]
+        free = {"owner": None, "expires": None, "updated": _Now()}
+        with self._write() as db:
+            if db.execute(sa.update(trial_t).where(where).values(ended | free)).rowcount != 1:
+                return False
+            db.execute(sa.update(attempt_t).where(this).values({**ended, "ended": time.time()}))
+            if done:
+                db.execute(self._insert(evaluation_t), done)
+        return True
+
+    def drivers(self) -> list[Owner]:
+        """Drivers that came and have not left, dead ones too."""
+        with self._read() as db:
+            return [Owner(r.uuid, r.host, r.pid, r.begun, r.machine) for r in db.execute(sa.select(driver_t))]
+
+    def release_dead(self) -> list[Owner]:
+        """Free what drivers hold that are provably dead; the others' leases run out by themselves."""
+        dead = [owner for owner in self.drivers() if owner.is_dead()]
+        for owner in dead:
+            self.leave(owner)
+        return dead
+
+    def _release(self, owner_uuid: str) -> None:
+        gone = {"status": Status.INTERRUPTED.value, "owner": None, "expires": None, "updated": _Now()}
+        is_open = (attempt_t.c.owner == owner_uuid) & attempt_t.c.ended.is_(None)
+        with self._write() as db:
+            db.execute(sa.update(trial_t).where(trial_t.c.owner == owner_uuid).values(gone))
+            ended = {"status": Status.INTERRUPTED.value, "ended": time.time()}
+            db.execute(sa.update(attempt_t).where(is_open).values(ended))
+            mine = projector_t.c.owner == owner_uuid
+            db.execute(sa.update(projector_t).where(mine).values(owner=None, expires=None))
+
+    # ---- the projection to MLflow ------------------------------------------------------------------------------
+
+    def claim_projector(self, uri: str, experiment: str, owner: Owner) -> bool:
+        """Become (or stay) the one driver that writes this experiment on this server, for LEASE_S."""
+        key = (projector_t.c.uri == uri) & (projector_t.c.experiment == experiment)
+        free = projector_t.c.owner.is_(None) | (projector_t.c.owner == owner.uuid) | (projector_t.c.expires < _Now())
+        with self._write() as db:
+            db.execute(self._insert(projector_t), {"uri": uri, "experiment": experiment})
+            new = {"owner": owner.uuid, "expires": _Now() + LEASE_S}
+            return db.execute(sa.update(projector_t).where(key & free).values(new)).rowcount == 1
+
+    def release_projector(self, uri: str, experiment: str, owner: Owner) -> None:
+        key = (projector_t.c.uri == uri) & (projector_t.c.experiment == experiment)
+        with self._write() as db:
+            where = key & (projector_t.c.owner == owner.uuid)
+            db.execute(sa.update(projector_t).where(where).values(owner=None, expires=None))
+
+    def projector(self, uri: str, experiment: str) -> Mapping[str, Any] | None:
+        key = (projector_t.c.uri == uri) & (projector_t.c.experiment == experiment)
+        with self._read() as db:
+            return db.execute(sa.select(projector_t).where(key)).mappings().one_or_none()
+
+    def problems(self, experiment: str) -> list[str]:
+        """What last kept this experiment's projections from being up to date."""
+        query = sa.select(projector_t.c.problem).where(projector_t.c.experiment == experiment)
+        with self._read() as db:
+            return [problem for problem in db.execute(query).scalars() if problem]
+
+    def set_projector(self, uri: str, experiment: str, **values: str | None) -> None:
+        key = (projector_t.c.uri == uri) & (projector_t.c.experiment == experiment)
+        with self._write() as db:
+            db.execute(sa.update(projector_t).where(key).values(values))
+
+    def projections(self, uri: str, experiment: str) -> dict[str, Mapping[str, Any]]:
+        """What was sent, by trial: run id, last step sent, and a digest of the state sent last."""
+        key = (projection_t.c.uri == uri) & (projection_t.c.experiment == experiment)
+        with self._read() as db:
+            return {row["trial"]: row for row in db.execute(sa.select(projection_t).where(key)).mappings()}
+
+    def set_projection(self, uri: str, experiment: str, trial: str, **values: Any) -> None:
+        """Note the run of a trial and what it has been sent: `run`, `step`, `sent`."""
+        key = {"uri": uri, "experiment": experiment, "trial": trial}
+        where = sa.and_(*(projection_t.c[name] == value for name, value in key.items()))
+        with self._write() as db:
+            db.execute(self._insert(projection_t), key)
+            db.execute(sa.update(projection_t).where(where).values(values))
+
+    def forget_projections(self, uri: str, experiment: str) -> None:
+        """The server no longer has what was sent there: all is to be sent again."""
+        with self._write() as db:
+            where = (projection_t.c.uri == uri) & (projection_t.c.experiment == experiment)
+            db.execute(sa.delete(projection_t).where(where))
+
+    # ---- from the folders --------------------------------------------------------------------------------------
+
+    def rebuild(self, store: Store) -> dict[str, int]:
+        """Make the rows again from the folders: how many sweeps, revisions and trials were found.
+
+        Raises `UserError` while a driver is at work. What was sent to MLflow is kept where known, else asked there.
+        """
+        self.release_dead()
+        if alive := self.drivers():
+            raise UserError(f"cannot rebuild the ledger while {alive[0]} is launching", Exit.ENVIRONMENT)
+        with self._write() as db:
+            for table in (membership_t, revision_t, sweep_t, attempt_t, evaluation_t, trial_t):
+                db.execute(sa.delete(table))
+        found = {"sweeps": 0, "revisions": 0, "trials": 0}
+        for sweep in store.sweeps():
+            found["sweeps"] += 1
+            for revision in store.revisions(sweep):
+                found["revisions"] += 1
+                self.record_plan(store.plan(sweep, revision)[1], revision)
+        for trial_id in store.trial_ids():
+            found["trials"] += self._rebuild_trial(store, trial_id)
+        return found
+
+    def _rebuild_trial(self, store: Store, trial_id: str) -> bool:
+        folder = store.trial_folder(trial_id)
+        settings = read_json(folder / "settings.json")
+        if not isinstance(settings, dict):
+            return False
+        last = store.last_attempt(trial_id)
+        attempts = [_attempt_row(folder, trial_id, number) for number in range(1, last + 1)]
+        attempts = [row for row in attempts if row]
+        result = store.result(trial_id)
+        state = {"status": Status.PLANNED.value, "failure": None, "error": None}
+        if result:
+            state["status"] = result["status"]
+        elif attempts:
+            state = {name: attempts[-1][name] for name in state}
+        known = {"id": trial_id, "settings": settings_digest(settings)}
+        with self._write() as db:
+            db.execute(self._insert(trial_t), known)
+            where = trial_t.c.id == trial_id
+            db.execute(sa.update(trial_t).where(where).values({**state, "attempt": last, "updated": _Now()}))
+            if attempts:
+                db.execute(self._insert(attempt_t), attempts)
+        if result:
+            ids = [path.stem for path in (folder / "evals").glob("*.json") if store.evaluation(trial_id, path.stem)]
+            self.take_in(trial_id, Status(result["status"]), ids)
+        return True
+
+
+def settings_digest(settings: Mapping[str, Any]) -> str:
+    return digest(dict(settings))
+
+
+def _attempt_row(folder: Path, trial_id: str, number: int) -> dict[str, Any] | None:
+    if not (folder / "attempts" / str(number)).is_dir():
+        return None
+    outcome = read_json(folder / "attempts" / str(number) / "outcome.json") or {}
+    row = {name: outcome.get(name) for name in ("failure", "error")}
+    status = outcome.get("status", Status.INTERRUPTED.value)
+    return {"trial": trial_id, "number": number, "status": status, "ended": outcome.get("time"), **row}
+
+
+def _row(row: Any) -> Row:
+    status = Status(row.status)
+    if status == Status.RUNNING and (row.expired or row.owner is None):
+        status = Status.INTERRUPTED
+    owner = None if row.expired else row.owner
+    return Row(row.id, status, row.attempt or 0, owner, row.failure, row.error)
+
+
+def _engine(url: str, read_only: bool) -> sa.Engine:
+    parsed = sa.engine.make_url(url)
+    if parsed.get_backend_name() != "sqlite":
+        return sa.create_engine(parsed, pool_pre_ping=True)
+    path = parsed.database
+    if read_only:
+        # Without write permission SQLite cannot make the files it shares with writers; if there are none, nobody
+        # writes, and the file may be read as it is.
+        alone = not Path(f"{path}-wal").exists()
+        mode = "immutable=1" if alone and not _writable(Path(path or ".").parent) else "mode=ro"
+        parsed = sa.engine.make_url(f"sqlite:///file:{path}?{mode}&uri=true")
+    engine = sa.create_engine(parsed, connect_args={"timeout": 30, "check_same_thread": False})
+
+    @sa.event.listens_for(engine, "connect")
+    def _connect(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # BEGIN is ours, below
+        if not read_only:
+            connection.execute("PRAGMA busy_timeout = 30000")
+            _write_ahead(connection)
+            connection.execute("PRAGMA synchronous = NORMAL")
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
+        is_read = read_only or connection.get_execution_options().get("memsweep_read")
+        connection.exec_driver_sql("BEGIN" if is_read else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+def _write_ahead(connection: Any) -> None:
+    """Switch to WAL. SQLite does not wait for the lock that this takes, so wait here: drivers may start together."""
+    import sqlite3
+
+    for attempt in range(100):
+        try:
+            if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+                connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError:
+            if attempt == 99:
+                raise
+            time.sleep(0.05)
+
+
+def _writable(folder: Path) -> bool:
+    import os
+
+    return os.access(folder, os.W_OK)

@@ -1,0 +1,124 @@
+"""What computed a result: versions, device, commit, and a fingerprint of the sources that this trial used.
+
+A stamp is told, never part of a trial's id. The fingerprint covers the files that the trial's settings reach by
+imports, so a change in another mechanism leaves it as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from runners.schema import Trial
+
+ROOMS = ("kernels", "mechanisms", "runners")
+_HOME = Path(__file__).resolve().parent.parent
+
+
+def stamp(trial: Trial, device: str) -> dict[str, Any]:
+    """The stamp of a trial that runs here on `device` ("cpu" or "cuda")."""
+    return {
+        "memsweep": _version("memsweep"),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "triton": _version("triton"),
+        "device": device_name(device),
+        "dtype": (trial.train or {}).get("dtype", "fp32"),
+        "fingerprint": fingerprint(trial.mechanism["name"], trial.task["name"]),
+    }
+
+
+@functools.cache
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def commit() -> str | None:
+    """The git commit of this code, "+changed" if tracked files differ from it; None outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        # A repository that merely contains an installed copy of us says nothing about our code.
+        command = ["git", "-C", str(_HOME), *arguments]
+        environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True, env=environment).stdout
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel").strip()).resolve() != _HOME:
+            return None
+        changed = "+changed" if git("status", "--porcelain", "--untracked-files=no").strip() else ""
+        return git("rev-parse", "HEAD").strip() + changed
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@functools.cache
+def device_name(device: str) -> str:
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name()
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.machine()
+
+
+@functools.cache
+def fingerprint(mechanism: str, task: str) -> str:
+    """16 hex digits over the sources that training `mechanism` on `task` imports from our rooms."""
+    found: dict[str, Path] = {}
+    for start in (
+        "runners.train",
+        "runners.evaluate",
+        "runners.model",
+        f"mechanisms.{mechanism}",
+        f"runners.tasks.{task}",
+    ):
+        _collect(start, found)
+    total = hashlib.sha256()
+    for name in sorted(found):
+        total.update(name.encode() + b"\0" + found[name].read_bytes() + b"\0")
+    return total.hexdigest()[:16]
+
+
+def _collect(module: str, found: dict[str, Path]) -> None:
+    path = _source(module)
+    if path is None or module in found:
+        return
+    found[module] = path
+    for name in sorted(_imports(path)):
+        _collect(name, found)
+
+
+def _source(module: str) -> Path | None:
+    if module.split(".")[0] not in ROOMS:
+        return None
+    stem = _HOME.joinpath(*module.split("."))
+    return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
+
+
+@functools.cache
+def _imports(path: Path) -> frozenset[str]:
+    """Modules of our rooms that the file at `path` may import, wherever in the file."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(name for name in names if name.split(".")[0] in ROOMS)

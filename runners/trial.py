@@ -1,0 +1,319 @@
+"""The life of one trial in its folder: train, evaluate, commit. The only code that runs in a worker.
+
+It writes below the trial's folder and nowhere else: no ledger, no MLflow. A trial is trained once `result.json` is
+there, and a slice evaluated once its file below `evals/` is there; everything before that may be lost at any moment
+and is picked up from the newest checkpoint.
+
+An attempt is fenced by the folder of a newer one: it then stops and commits nothing more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from runners import checkpoints
+from runners.schema import SCHEMA_VERSION, EvalSlice, Failure, Job, Outcome, Status
+from runners.stamp import stamp
+from runners.store import last_attempt, read_sealed, seal, write_json, write_text
+
+Progress = Callable[[int, int, Mapping[str, float]], None]
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What trains and evaluates: `runners.train` and `runners.evaluate`. Tests put a small one in its place."""
+
+    fit: Callable[..., Any]
+    load_model: Callable[..., Any]
+    evaluate: Callable[..., dict[str, float]]
+    snapshot: Callable[..., Any]
+
+
+def load_engine() -> Engine:
+    from runners import evaluate, train
+
+    return Engine(train.fit, train.load_model, evaluate.run, train.Snapshot)
+
+
+class LeaseLostError(Exception):
+    """A newer attempt of this trial is running: this one has to stop without another word."""
+
+
+def run_job(job: Job, *, progress: Progress | None = None, should_stop: Callable[[], bool] | None = None) -> Outcome:
+    """Bring the trial's folder up to date and say how it went. Raises nothing but what ends the process.
+
+    A failure leaves its traceback in `attempts/<n>/error.txt`; the outcome carries the last line.
+    """
+    attempt = Path(job.folder) / "attempts" / str(job.attempt)
+    attempt.mkdir(parents=True, exist_ok=True)
+    failure = error = None
+    with open(attempt / "log.txt", "a", encoding="utf-8") as log:
+        work = _Work(job, Log(log.write, log.flush), progress, should_stop)
+        try:
+            status = work.run()
+        except (LeaseLostError, KeyboardInterrupt) as stop:
+            status, error = Status.INTERRUPTED, str(stop) or "interrupted"
+        except Exception as problem:
+            status, failure, error = Status.FAILED, classify(problem), one_line(problem)
+            write_text(attempt / "error.txt", traceback.format_exc())
+        work.log(f"{status}" + (f" ({failure}): {error}" if failure else f": {error}" if error else ""))
+    outcome = Outcome(job.trial.id, job.attempt, status, failure, error)
+    write_outcome(attempt, outcome)
+    (Path(job.folder) / "progress.json").unlink(missing_ok=True)
+    return outcome
+
+
+def write_outcome(attempt: Path, outcome: Outcome) -> None:
+    """Keep how an attempt ended, so that a lost message or a lost ledger loses nothing."""
+    row = {"status": outcome.status, "failure": outcome.failure, "error": outcome.error, "time": time.time()}
+    write_json(attempt / "outcome.json", row)
+
+
+def classify(problem: BaseException) -> Failure:
+    """Whether a smaller trial may pass (oom), the same one may (infra), or a person has to look (error)."""
+    import torch
+
+    text = str(problem)
+    if isinstance(problem, torch.OutOfMemoryError | MemoryError) or re.search(
+        "can't allocate memory|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED", text
+    ):
+        return Failure.OOM
+    if isinstance(problem, OSError) and not isinstance(
+        problem, FileNotFoundError | PermissionError | IsADirectoryError
+    ):
+        return Failure.INFRA
+    return Failure.ERROR
+
+
+def one_line(problem: BaseException) -> str:
+    text = str(problem).strip()
+    name = type(problem).__name__
+    return f"{name}: {text.splitlines()[0]}"[:500] if text else name
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that are numbers: NaN and infinity are not JSON, and a diverged trial says so itself."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+class Log:
+    """Dated lines of one attempt, on disk at once: what is left when the process is killed."""
+
+    def __init__(self, write: Callable[[str], Any], flush: Callable[[], Any]) -> None:
+        self._write, self._flush = write, flush
+
+    def __call__(self, line: str) -> None:
+        self._write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {line}\n")
+        self._flush()
+
+
+class _Work:
+    """One attempt at one job."""
+
+    def __init__(self, job: Job, log: Log, progress: Progress | None, should_stop: Callable[[], bool] | None) -> None:
+        self.job, self.log = job, log
+        self.folder = Path(job.folder)
+        self.checkpoints = self.folder / "checkpoints"
+        self._tell, self._asked = progress, should_stop
+        self._begun = time.monotonic()
+        self._wall_before = 0.0
+        self._committed = 0
+        self._looked = self._told = 0.0
+        self._stop = False
+
+    def run(self) -> Status:
+        import torch
+
+        job = self.job
+        self.engine = load_engine()
+        self.device = torch.device(job.device)
+        torch.set_num_threads(job.threads)
+        self.log(
+            f"attempt {job.attempt} of trial {job.trial.id}, process {os.getpid()}, {job.device}, seed {job.trial.seed}"
+        )
+        self._refuse_if_lost()
+        result, snapshot = read_sealed(self.folder / "result.json"), None
+        missing = [s for s in job.slices if read_sealed(self.folder / "evals" / f"{s.id}.json") is None]
+        if result is not None and missing and result["status"] == Status.COMPLETE:
+            snapshot = self._final()
+            if snapshot is None:
+                self.log("trained, but the final weights are gone: training again for the new evaluations")
+                self._set_aside("result.json")
+                result = None
+        if result is None:
+            result, snapshot = self._train()
+        if result is None:
+            return Status.INTERRUPTED
+        if result["status"] == Status.COMPLETE and missing:
+            return self._evaluate(snapshot or self._final(), missing)
+        return Status(result["status"])
+
+    def _final(self) -> Any | None:
+        found = checkpoints.load(self.checkpoints, checkpoints.FINAL)
+        return self.engine.snapshot(found.step, found.tensors, found.meta) if found else None
+
+    def _train(self) -> tuple[dict[str, Any] | None, Any]:
+        """The committed result (None if interrupted) and the final snapshot."""
+        import torch
+
+        if (self.folder / "result.json").exists():
+            self.log("result.json cannot be read: training goes on from the newest checkpoint")
+            self._set_aside("result.json")
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        fit = self.engine.fit(
+            self.job.trial,
+            device=self.device,
+            start=self._resume(),
+            commit=self._commit,
+            progress=self._progress,
+            should_stop=self._should_stop,
+            checkpoint_every_s=self.job.checkpoint_every_s,
+        )
+        if fit.status == "interrupted":
+            self.log(f"stopped at step {fit.step}")
+            return None, None
+        self._refuse_if_lost()
+        final = checkpoints.Checkpoint(fit.snapshot.step, fit.snapshot.tensors, fit.snapshot.meta, self._wall_s())
+        checkpoints.save(self.checkpoints, checkpoints.FINAL, final)
+        # The first commit wins: an attempt that lost its lease unseen cannot replace what a newer one wrote.
+        write_json(self.folder / "result.json", self._result(fit), keep_existing=True)
+        checkpoints.prune(self.checkpoints, keep=0)
+        self.log(f"trained: {fit.status} at step {fit.step}, {fit.stopped_by}")
+        return read_sealed(self.folder / "result.json"), fit.snapshot
+
+    def _resume(self) -> Any | None:
+        """The snapshot to start from; points after it are dropped from the metrics and kept in the log."""
+        start = checkpoints.newest(self.checkpoints)
+        self._committed = start.step if start else 0
+        self._drop_points_after(self._committed if start else -1)
+        if start is None:
+            return None
+        self._wall_before = start.wall_s
+        self.log(f"resuming from the checkpoint at step {start.step}")
+        return self.engine.snapshot(start.step, start.tensors, start.meta)
+
+    def _drop_points_after(self, step: int) -> None:
+        for path in sorted((self.folder / "metrics").glob("[0-9]*-*.jsonl")):
+            first, end = (int(number) for number in path.stem.split("-"))
+            if end <= step:
+                continue
+            lines = path.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if json.loads(line)["step"] <= step]
+            for line in lines[len(kept) :]:
+                self.log(f"dropped, after the checkpoint: {line}")
+            if kept and first < step:
+                write_text(path.with_name(f"{first}-{step}.jsonl"), "\n".join(kept) + "\n")
+            path.unlink()
+
+    def _commit(self, snapshot: Any, points: Sequence[Any]) -> None:
+        self._refuse_if_lost()
+        # Points first: without their checkpoint they are dropped on resume, a checkpoint without them would lose them.
+        rows = [json.dumps({"step": p.step, "metrics": finite(p.metrics)}) for p in points]
+        if rows:
+            path = self.folder / "metrics" / f"{self._committed}-{snapshot.step}.jsonl"
+            there = path.read_text(encoding="utf-8") if path.exists() else ""
+            write_text(path, there + "\n".join(rows) + "\n")
+        checkpoint = checkpoints.Checkpoint(snapshot.step, snapshot.tensors, snapshot.meta, self._wall_s())
+        checkpoints.save(self.checkpoints, str(snapshot.step), checkpoint)
+        checkpoints.prune(self.checkpoints)
+        self._committed = snapshot.step
+        latest = finite(points[-1].metrics) if points else {}
+        self.log(f"step {snapshot.step} " + " ".join(f"{name} {value:.4g}" for name, value in latest.items()))
+
+    def _evaluate(self, snapshot: Any, slices: Sequence[EvalSlice]) -> Status:
+        model = self.engine.load_model(self.job.trial, snapshot, self.device)
+        for part in slices:
+            if self._should_stop():
+                return Status.INTERRUPTED
+            metrics = self.engine.evaluate(model, self.job.trial, part.task, device=self.device)
+            self._refuse_if_lost()
+            row = self._head() | {"slice": part.id, "task": part.task, "metrics": finite(metrics)}
+            write_json(self.folder / "evals" / f"{part.id}.json", seal(row | {"stamp": self._stamp()}))
+            scores = " ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            self.log(f"evaluated {part.set} {part.label} {scores}")
+        return Status.COMPLETE
+
+    def _head(self) -> dict[str, Any]:
+        return {"schema": SCHEMA_VERSION, "trial": self.job.trial.id, "attempt": self.job.attempt}
+
+    def _stamp(self) -> dict[str, Any]:
+        return stamp(self.job.trial, self.job.device)
+
+    def _result(self, fit: Any) -> dict[str, Any]:
+        diverged = {k: v for k, v in fit.diverged.items() if _is_json(v)} if fit.diverged else None
+        return seal(
+            self._head()
+            | {
+                "status": fit.status,
+                "step": fit.step,
+                "metrics": finite(fit.metrics),
+                "n_params": fit.n_params,
+                "tokens": fit.tokens,
+                "wall_s": round(self._wall_s(), 3),
+                "stopped_by": fit.stopped_by,
+                "diverged": diverged,
+                "peak_mem_bytes": peak_mem_bytes(self.job.device),
+                "stamp": self._stamp(),
+            }
+        )
+
+    def _wall_s(self) -> float:
+        return self._wall_before + time.monotonic() - self._begun
+
+    def _set_aside(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self.folder / name, self.folder / "attempts" / str(self.job.attempt) / f"old-{name}")
+
+    def _progress(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
+        now = time.monotonic()
+        if now - self._told >= _POLL_S or step == steps:
+            self._told = now
+            row = {"attempt": self.job.attempt, "step": step, "steps": steps, "metrics": finite(metrics)}
+            write_json(self.folder / "progress.json", row | {"time": time.time()}, durable=False)
+            if self._tell:
+                self._tell(step, steps, metrics)
+
+    def _should_stop(self) -> bool:
+        now = time.monotonic()
+        if not self._stop and now - self._looked >= _POLL_S:
+            self._looked = now
+            self._refuse_if_lost()
+            self._stop = bool(self._asked and self._asked())
+        return self._stop
+
+    def _refuse_if_lost(self) -> None:
+        newest = last_attempt(self.folder)
+        if newest > self.job.attempt:
+            raise LeaseLostError(f"attempt {newest} has taken over")
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def peak_mem_bytes(device: str) -> int:
+    """Peak memory: of the card's allocator on CUDA; of the process, other trials before included, on CPU."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
