@@ -111,13 +111,13 @@ class _Chunked(torch.autograd.Function):
                 S = write_end[n].mT @ U[n]
             end.append(S)
         starts = torch.stack(([] if S0 is None else [S0]) + end[:-1]) if x_in.shape[0] else None
-        O = M[:, :, C:] @ U
+        out = M[:, :, C:] @ U
         if starts is not None:
-            O[first:] += x_in[:, :, C:] @ starts
+            out[first:] += x_in[:, :, C:] @ starts
         ctx.save_for_backward(x, b, v, beta, M, L, D, Ga, tail, U, W, x_in, starts, end[-1])
         ctx.scale, ctx.first = scale, first
         ctx.set_materialize_grads(False)
-        return O, end[-1], U
+        return out, end[-1], U
 
     @staticmethod
     @once_differentiable
@@ -179,7 +179,7 @@ def _decays(g: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | No
 
 
 def _mask_scores(M: Tensor, D: Tensor | None) -> None:
-    """In place: the upper half of M (rows of a) strictly lower triangular, the lower half (rows of q) lower; both * D."""
+    """In place: M's first C rows (those of a) strictly lower triangular, the next C (of q) lower triangular; both * D."""
     N, J, _, C = M.shape
     halves = M.view(N, J, 2, C, C)
     if D is None:

@@ -1,0 +1,188 @@
+"""Linear attention: an additive key-value matrix, with or without decay.
+
+    S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T          g: none, one number a head, one a token, or one a key channel
+    z_t = diag(e^{g_t}) z_{t-1} + k_t                only with `normalize`
+    o_t = scale * S_t^T q_t                          or, with `normalize`, S_t^T q_t / max(z_t . q_t, 1e-6)
+
+State: S (B, H, K, V), with `normalize` the pair (S, z), z (B, H, K); fp32 or better.
+
+Chunked, with G the cumulative log-decay inside a chunk and P_ij = sum_k q_ik k_jk e^{G_ik - G_jk} (j <= i):
+
+    O = (e^G * Q) S + P V       S' = e^{G_C} S + (e^{G_C - G} * K)^T V
+
+No exponent is ever positive. With a decay for each channel P is summed directly, in chunks of 16.
+
+Letters: B batch, T time, H heads, J = B * H, N chunks, C chunk length, K key width, V value width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels._chunk import G_MIN, chunk_length, decay_tile, from_chunks, repeat_heads, to_chunks
+from kernels._launch import accumulator, check, full_precision, resolve
+
+DEN_MIN = 1e-6
+"""The normaliser is never taken smaller than this."""
+
+LONGEST_VECTOR = 16
+"""Chunk length with a decay a channel: the direct sum holds C * C * K numbers a chunk."""
+
+LinearState = Tensor | tuple[Tensor, Tensor]
+
+
+def linear_attention_step(
+    state: LinearState, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float
+) -> tuple[Tensor, LinearState]:
+    """One token, and the law. q, k (B, H, K), v (B, H, V), g None, (B, H) or (B, H, K) -> o (B, H, V), next state."""
+    S, z = state if isinstance(state, tuple) else (state, None)
+    if g is not None:
+        decay = g.clamp(min=G_MIN).exp()
+        decay = decay if decay.dim() == 3 else decay[..., None]
+        S = S * decay[..., None]
+        z = None if z is None else z * decay
+    S = S + k[..., None] * v[..., None, :]
+    o = torch.einsum("bhkv,bhk->bhv", S, q)
+    if z is None:
+        return o * scale, S
+    z = z + k
+    return o / (z * q).sum(-1, keepdim=True).clamp(min=DEN_MIN), (S, z)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, state: LinearState
+) -> tuple[Tensor, LinearState]:
+    """The law over time: (B, T, H, ...) in, o and final state out."""
+    out = []
+    for t in range(q.shape[1]):
+        o, state = linear_attention_step(state, q[:, t], k[:, t], v[:, t], None if g is None else g[:, t], scale)
+        out.append(o)
+    return torch.stack(out, 1), state
+
+
+def _chunked(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: LinearState | None, normalize: bool
+) -> tuple[Tensor, Tensor | None, LinearState]:
+    """Numerator (B, T, H, V), denominator (B, T, H, 1) and final state. g (B, T, H, 1) or (B, T, H, K)."""
+    B, T, H, V = v.shape
+    C = chunk_length(T, LONGEST_VECTOR) if g is not None and g.shape[-1] > 1 else chunk_length(T)
+    q, k, v = (to_chunks(x, C) for x in (q, k, v))
+    S, z = state if isinstance(state, tuple) else (state, None)
+    S, z = (None if x is None else x.flatten(0, 1) for x in (S, z))
+    q_in, k_end, kept = q, k, None
+    if g is None:
+        P = (q @ k.mT).tril()
+    else:
+        G = to_chunks(g, C).cumsum(2)
+        q_in, k_end, kept = q * G.exp(), k * (G[:, :, -1:] - G).exp(), G[:, :, -1].exp()
+        if G.shape[-1] == 1:
+            P = (q @ k.mT) * decay_tile(G.squeeze(-1))
+        else:
+            P = torch.stack([_vector_scores(q[n], k[n], G[n]) for n in range(G.shape[0])])
+    num, den = P @ v, P.sum(-1, keepdim=True) if normalize else None
+    new_S, new_z = k_end.mT @ v, k_end.sum(2) if normalize else None
+    starts, S = _carry(S, new_S, None if kept is None else kept[..., None])
+    num = _add_read(num, starts, q_in)
+    if den is not None and new_z is not None:
+        starts_z, z = _carry(z, new_z, kept)
+        den = from_chunks(_add_read(den, [s if s is None else s[..., None] for s in starts_z], q_in), B, T)
+        return from_chunks(num, B, T), den, (S.unflatten(0, (B, H)), z.unflatten(0, (B, H)))
+    return from_chunks(num, B, T), None, S.unflatten(0, (B, H))
+
+
+def _vector_scores(q_JCK: Tensor, k_JCK: Tensor, G_JCK: Tensor) -> Tensor:
+    """P of one chunk with a decay a channel, (J, C, C)."""
+    tile_JKCC = decay_tile(G_JCK.mT)
+    return torch.einsum("jik,jmk,jkim->jim", q_JCK, k_JCK, tile_JKCC)
+
+
+def _carry(start: Tensor | None, new: Tensor, kept: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
+    """What each chunk starts from (None: nothing), and the final value of x <- kept * x + new."""
+    starts: list[Tensor | None] = []
+    for n in range(new.shape[0]):
+        starts.append(start)
+        if start is None:
+            start = new[n]
+        else:
+            start = start + new[n] if kept is None else start * kept[n] + new[n]
+    assert start is not None
+    return starts, start
+
+
+def _add_read(out: Tensor, starts: list[Tensor | None], q_in: Tensor) -> Tensor:
+    """`out` plus what each chunk's queries read from the state the chunk starts from."""
+    first = int(starts[0] is None)
+    read = [s for s in starts if s is not None]
+    if not read:
+        return out
+    return torch.cat(
+        [
+            out[:first],
+            torch.baddbmm(*(x.flatten(0, 1) for x in (out[first:], q_in[first:], torch.stack(read)))).unflatten(
+                0, (len(read), -1)
+            ),
+        ]
+    )
+
+
+@full_precision
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    normalize: bool = False,
+    initial_state: LinearState | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, LinearState]:
+    """o (B, T, H, V) in q's dtype and the final state.
+
+    q, k (B, T, Hk, K) with H a multiple of Hk; v (B, T, H, V). g None, (H,), (B, T, H) or (B, T, H, K), <= 0, -inf
+    allowed. `scale` has no effect with `normalize`.
+    """
+    impl = resolve(impl, "linear_attention")
+    B, T, H, V = v.shape
+    K = q.shape[-1]
+    _check(q, k, v, g, normalize, initial_state)
+    dtype, acc = q.dtype, accumulator(q, v)
+    q, k = (repeat_heads(x.to(acc), H) for x in (q, k))
+    v = v.to(acc)
+    if g is not None:
+        g = g.to(acc).clamp(min=G_MIN)
+        g = g.expand(B, T, H) if g.dim() == 1 else g
+        g = g[..., None] if g.dim() == 3 else g
+    if isinstance(initial_state, tuple):
+        initial_state = (initial_state[0].to(acc), initial_state[1].to(acc))
+    elif initial_state is not None:
+        initial_state = initial_state.to(acc)
+    if impl == "reference":
+        zero = v.new_zeros(B, H, K, V)
+        start = initial_state if initial_state is not None else (zero, zero[..., 0]) if normalize else zero
+        o, state = reference(q, k, v, g, scale, start)
+        return o.to(dtype), state
+    num, den, state = _chunked(q, k, v, g, initial_state, normalize)
+    return (num * scale if den is None else num / den.clamp(min=DEN_MIN)).to(dtype), state
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, normalize: bool, state: LinearState | None) -> None:
+    B, T, H, V = v.shape
+    _, _, Hk, K = q.shape
+    if H % Hk:
+        raise ValueError(f"linear_attention: v has {H} heads, q {Hk}: the first should be a multiple of the second")
+    check("linear_attention", "q", q, (B, T, Hk, K))
+    check("linear_attention", "k", k, (B, T, Hk, K))
+    if g is not None:
+        check("linear_attention", "g", g, {1: (H,), 3: (B, T, H)}.get(g.dim(), (B, T, H, K)))
+    if state is None:
+        return
+    if isinstance(state, tuple) != normalize:
+        raise ValueError(
+            "linear_attention: initial_state should be the pair (S, z) with normalize, and S alone without"
+        )
+    S, z = state if isinstance(state, tuple) else (state, None)
+    check("linear_attention", "S of initial_state", S, (B, H, K, V))
+    if z is not None:
+        check("linear_attention", "z of initial_state", z, (B, H, K))
