@@ -25,12 +25,15 @@ class Feed:
         self.task, self.batch_size, self.seed, self.device = task, batch_size, seed, device
         self.groups = task.groups("train")
         self.plan = [
-            (number, first)
-            for number, rows in enumerate(self.groups)
-            for first in range(0, len(rows), batch_size)
+            (number, first) for number, rows in enumerate(self.groups) for first in range(0, len(rows), batch_size)
         ]
+        self.lengths = [self._length(rows) for rows in self.groups]
+        self.tokens_per_epoch = sum(len(rows) * length for rows, length in zip(self.groups, self.lengths, strict=True))
         self._ready: dict[int, Batch] = {}
         self._shuffle: tuple[int, Tensor, list[Tensor]] | None = None
+
+    def _length(self, rows: range) -> int:
+        return self.task.batch("train", torch.tensor(rows[:1]), self.seed).tokens_BT.shape[1]
 
     @property
     def steps_per_epoch(self) -> int:
@@ -69,7 +72,7 @@ class Feed:
     def _make(self, step: int) -> dict[int, Batch]:
         number, index_B = self.rows(step)
         ahead = [index_B]
-        tokens = self.task.batch("train", index_B[:1], self.seed).tokens_BT.shape[1] * self.batch_size
+        tokens = self.lengths[number] * self.batch_size
         for later in range(step + 1, step + max(1, TOKENS_AHEAD[self.device.type] // tokens)):
             at, index_B = self.rows(later)
             if at != number:

@@ -1,6 +1,6 @@
 """The one language model every mechanism is put into; nothing else builds a mechanism.
 
-    tokens -> embedding (+ learned positions) -> n_layers x [mixer, then mlp] -> norm -> head, at labelled positions only
+    tokens -> embedding (+ learned positions) -> n_layers x [mixer, then mlp] -> norm -> head, where a label is
 
 Each sub-block joins the stream as x + f(norm(x)) (`norm: pre`) or norm(x + f(x)) (`norm: post`). The head is the
 embedding transposed unless `tied` is off.

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from runners import evaluate, streams, tasks
+from runners import diagnose, evaluate, streams, tasks
 from runners import model as models
 from runners.feed import Feed
 from runners.optimise import FlatAdam
@@ -164,3 +164,222 @@ class Fit:
     stopped_by: str  # steps | stop_above | diverged | interrupted
     diverged: dict[str, Any] | None
     snapshot: Snapshot
+
+
+def fit(
+    trial: Trial,
+    *,
+    device: torch.device,
+    start: Snapshot | None,
+    commit: Callable[[Snapshot, list[Point]], None],
+    progress: Callable[[int, int, dict[str, float]], None],
+    should_stop: Callable[[], bool],
+    checkpoint_every_s: float,
+) -> Fit:
+    """Trains `trial` from `start` (None = from its initial weights) to its end.
+
+    `commit(snapshot, points)` is called every `checkpoint_every_s`, at the end and when `should_stop` says so; it
+    gets the points since the last commit, each exactly once over a run and its resumes. `progress(step, steps,
+    latest metrics)` is for people. When it was interrupted, the run is to be continued from its last snapshot.
+    A snapshot of an ended run gives that run's `Fit` again. Out-of-memory errors are raised as they are.
+    """
+    if start is not None and "ended" in start.meta:
+        return Fit(**start.meta["ended"], snapshot=start)
+    run = _Run(trial, device)
+    if start is not None:
+        run.load(start)
+    run.announce = _every(PROGRESS_EVERY_S, progress)
+    committed = time.monotonic()
+    while not run.over:
+        if should_stop():
+            snapshot = run.snapshot()
+            commit(snapshot, run.take_points())
+            return run.ended("interrupted", "interrupted", snapshot)
+        if time.monotonic() - committed >= checkpoint_every_s:
+            commit(run.snapshot(), run.take_points())
+            committed = time.monotonic()
+        run.advance()
+        run.announce(run.step, run.steps, run.metrics)
+    result = run.final()
+    commit(result.snapshot, run.take_points())
+    progress(run.step, run.steps, run.metrics)
+    return result
+
+
+def load_model(trial: Trial, snapshot: Snapshot, device: torch.device) -> models.Model:
+    """The trial's model with the weights of `snapshot`, on `device`, in evaluation mode."""
+    model = models.build(trial)
+    model.load_state_dict(_part(snapshot.tensors, "model."))
+    return model.to(device).eval()
+
+
+def data_seed(trial: Trial) -> int:
+    """The key of a trial's training rows: seed, task and model, never mechanism or train."""
+    return streams.key("data", trial.seed, *models.stream_settings(trial))
+
+
+def _every(seconds: float, call: Callable[..., None]) -> Callable[..., None]:
+    """`call`, at most once in `seconds`."""
+    last = -math.inf
+
+    def limited(*args: Any) -> None:
+        nonlocal last
+        if time.monotonic() - last >= seconds:
+            last = time.monotonic()
+            call(*args)
+
+    return limited
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+class _Run:
+    """One training in memory: model, optimiser, rows, and the losses not yet fetched."""
+
+    def __init__(self, trial: Trial, device: torch.device) -> None:
+        if trial.train is None:
+            raise UserError(f"task {trial.task['name']} has nothing to train")
+        self.device, self.train = device, Train(**trial.train)
+        self.task = tasks.build(trial.task)
+        self.model = models.build(trial, device).train()
+        self.n_params = sum(p.numel() for p in self.model.parameters())
+        facts = sys.modules[type(self.task).__module__]
+        self.select, self.sign = facts.SELECT, 1 if facts.METRICS[facts.SELECT] == "max" else -1
+        t = self.train
+        self.feed = Feed(self.task, t.rows(self.task.seq_len), data_seed(trial), device)
+        self.steps = t.n_steps(self.feed.steps_per_epoch, self.feed.tokens_per_epoch, self.n_params)
+        share = self.feed.steps_per_epoch if t.epochs is not None else -(-self.steps // 5)
+        self.eval_every = t.eval_every or share
+        self.log_every = max(1, self.steps // POINTS)
+        self.optimiser = FlatAdam(
+            self.model,
+            self.model.no_decay(),
+            optimizer=t.optimizer,
+            betas=t.betas,
+            eps=1e-8,
+            weight_decay=t.weight_decay,
+            clip=t.clip,
+        )
+        self.step = self.tokens = self.unread = 0
+        self.losses = torch.zeros(self.log_every, device=device)
+        self.norms = torch.zeros(self.log_every, device=device)
+        self.metrics: dict[str, float] = {}
+        self.points: list[Point] = []
+        self.best: dict[str, Tensor] = {}
+        self.best_score = -math.inf
+        self.stopped_by: str | None = None
+        self.diverged: dict[str, Any] | None = None
+        self.announce: Callable[..., None] = lambda *_: None
+
+    @property
+    def over(self) -> bool:
+        return self.stopped_by is not None
+
+    def _loss(self, step: int) -> Tensor:
+        batch = self.feed.batch(step)
+        logits_BQV = evaluate.forward(self.model, batch, self.train.dtype)
+        return F.cross_entropy(logits_BQV.flatten(0, 1), batch.target_BQ.flatten())
+
+    def advance(self) -> None:
+        """One update, and whatever falls due after it."""
+        loss = self._loss(self.step)
+        loss.backward()
+        self.norms[self.unread] = self.optimiser.step(self.train.lr_at(self.step, self.steps), loss.detach())
+        self.losses[self.unread] = loss.detach()
+        self.tokens += self.feed.batch(self.step).tokens_BT.numel()
+        self.step += 1
+        self.unread += 1
+        last = self.step == self.steps
+        if self.step % self.log_every == 0 or last:
+            self._read()
+        if (self.step % self.eval_every == 0 or last) and not self.over:
+            self._validate()
+        if last and not self.over:
+            self.stopped_by = "steps"
+
+    def _point(self, metrics: dict[str, float]) -> None:
+        self.metrics.update(metrics)
+        if self.points and self.points[-1].step == self.step:
+            self.points[-1].metrics.update(metrics)
+        else:
+            self.points.append(Point(self.step, metrics))
+
+    def _read(self) -> None:
+        """Fetches the losses since the last point: the only place where training waits for the device."""
+        losses, norms = (values[: self.unread].tolist() for values in (self.losses, self.norms))
+        first = self.step - self.unread
+        self.unread = 0
+        for offset, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+            if not math.isfinite(loss) or not math.isfinite(norm):
+                self._diverge(first + offset)
+                return
+        self._point({"train/loss": sum(losses) / len(losses), "train/grad_norm": sum(norms) / len(norms)})
+
+    def _diverge(self, step: int) -> None:
+        """The guard has kept the weights from before update `step`, so the update can be looked at again."""
+        self.stopped_by = "diverged"
+        self.diverged = {"step": step + 1, **diagnose.find(self.model, lambda: self._loss(step))}
+
+    def _validate(self) -> None:
+        if self.unread:
+            self._read()
+        if self.over:
+            return
+        scores = evaluate.score(self.model, self.task, "valid", self.device, self.train.dtype)
+        del scores["n"]
+        self._point({f"valid/{name}": value for name, value in scores.items()})
+        score = self.sign * scores[self.select]
+        if self.train.keep == "best" and score > self.best_score:
+            self.best_score = score
+            self.best = {name: value.clone() for name, value in self.model.state_dict().items()}
+            self._point({"valid/best_step": self.step})
+        if self.train.stop_above is not None and score > self.sign * self.train.stop_above:
+            self.stopped_by = "stop_above"
+
+    def take_points(self) -> list[Point]:
+        """The points since they were last taken."""
+        taken, self.points = self.points, []
+        return taken
+
+    def snapshot(self) -> Snapshot:
+        """A copy of everything the next update depends on."""
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        tensors |= {f"optimiser.{name}": value for name, value in self.optimiser.tensors().items()}
+        tensors |= {f"best.{name}": value for name, value in self.best.items()}
+        tensors |= {"unread.losses": self.losses, "unread.norms": self.norms, "unread.bad": self.optimiser.bad}
+        meta = {"step": self.step, "tokens": self.tokens, "unread": self.unread, "metrics": dict(self.metrics)}
+        if self.best:
+            meta["best_score"] = self.best_score
+        return Snapshot(self.step, {name: value.detach().clone() for name, value in tensors.items()}, meta)
+
+    def load(self, start: Snapshot) -> None:
+        """Continues from `start` as if nothing had happened."""
+        with torch.no_grad():
+            for name, parameter in self.model.state_dict(keep_vars=True).items():
+                parameter.copy_(start.tensors[f"model.{name}"])
+        self.optimiser.load(_part(start.tensors, "optimiser."))
+        self.optimiser.bad.copy_(start.tensors["unread.bad"])
+        self.losses.copy_(start.tensors["unread.losses"])
+        self.norms.copy_(start.tensors["unread.norms"])
+        self.best = {name: value.to(self.device) for name, value in _part(start.tensors, "best.").items()}
+        self.best_score = start.meta.get("best_score", -math.inf)
+        self.step, self.tokens, self.unread = (start.meta[name] for name in ("step", "tokens", "unread"))
+        self.metrics = dict(start.meta["metrics"])
+
+    def final(self) -> Fit:
+        """The end of a run: its snapshot holds the weights to evaluate and how it ended, no optimiser."""
+        assert self.stopped_by is not None
+        status = "diverged" if self.diverged else "complete"
+        weights = self.best or self.model.state_dict()
+        tensors = {f"model.{name}": value.detach().clone() for name, value in weights.items()}
+        result = self.ended(status, self.stopped_by, Snapshot(self.step, tensors, {}))
+        fields = {name: getattr(result, name) for name in Fit.__dataclass_fields__ if name != "snapshot"}
+        result.snapshot.meta.update(step=self.step, ended=fields)
+        return result
+
+    def ended(self, status: str, stopped_by: str, snapshot: Snapshot) -> Fit:
+        return Fit(
+            status, self.step, dict(self.metrics), self.n_params, self.tokens, stopped_by, self.diverged, snapshot
+        )

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -42,5 +41,3 @@ def label_scores(logits_BQV: Tensor, batch: Batch) -> dict[str, Tensor]:
     right_BQ = logits_BQV.argmax(-1) == batch.target_BQ
     loss_BQ = F.cross_entropy(logits_BQV.flatten(0, 1), batch.target_BQ.flatten(), reduction="none")
     return {"accuracy": right_BQ.float().mean(1), "loss": loss_BQ.view_as(right_BQ).mean(1)}
-
-
