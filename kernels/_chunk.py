@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LONGEST = 64
-"""Tokens in a chunk, at most: at K = V = 64 the C x C work inside a chunk is then no more than the state's K x V work."""
+"""Tokens in a chunk, at most: at K = V = 64 the work inside a chunk is then no more than the work on the state."""
 
 G_MIN = -40.0
 """A log-decay below this is taken as this: e^-40 is under fp32 rounding, and -inf becomes legal."""

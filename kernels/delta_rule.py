@@ -179,7 +179,7 @@ def _decays(g: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | No
 
 
 def _mask_scores(M: Tensor, D: Tensor | None) -> None:
-    """In place: M's first C rows (those of a) strictly lower triangular, the next C (of q) lower triangular; both * D."""
+    """In place: the first C rows of M (those of a) strictly lower triangular, the next (of q) lower; both * D."""
     N, J, _, C = M.shape
     halves = M.view(N, J, 2, C, C)
     if D is None:

@@ -65,7 +65,7 @@ def _chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: LinearState | None, normalize: bool
 ) -> tuple[Tensor, Tensor | None, LinearState]:
     """Numerator (B, T, H, V), denominator (B, T, H, 1) and final state. g (B, T, H, 1) or (B, T, H, K)."""
-    B, T, H, V = v.shape
+    B, T, H, _ = v.shape
     C = chunk_length(T, LONGEST_VECTOR) if g is not None and g.shape[-1] > 1 else chunk_length(T)
     q, k, v = (to_chunks(x, C) for x in (q, k, v))
     S, z = state if isinstance(state, tuple) else (state, None)
@@ -102,10 +102,8 @@ def _carry(start: Tensor | None, new: Tensor, kept: Tensor | None) -> tuple[list
     starts: list[Tensor | None] = []
     for n in range(new.shape[0]):
         starts.append(start)
-        if start is None:
-            start = new[n]
-        else:
-            start = start + new[n] if kept is None else start * kept[n] + new[n]
+        carried = start if start is None or kept is None else start * kept[n]
+        start = new[n] if carried is None else carried + new[n]
     assert start is not None
     return starts, start
 
