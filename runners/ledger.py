@@ -10,8 +10,10 @@ them against one.
 
 from __future__ import annotations
 
+import os
+import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
 from runners.owner import Owner
-from runners.schema import SCHEMA_VERSION, Exit, Outcome, Plan, Status, UserError, digest
+from runners.schema import SCHEMA_VERSION, Exit, Outcome, Plan, Status, UserError
 from runners.store import Store, read_json
 
 LEASE_S = 60.0
@@ -68,7 +70,7 @@ driver_t = _table("driver", "uuid", "host begun machine", "pid", "started")
 sweep_t = _table("sweep", "name", "question")
 revision_t = _table("revision", "sweep number#", "spec_hash", times="created")
 membership_t = _table("membership", "sweep revision# trial", "arm cell", "position")
-trial_t = _table("trial", "id", "settings status owner failure error", "attempt", "expires updated")
+trial_t = _table("trial", "id", "status owner failure error", "attempt", "expires updated")
 attempt_t = _table("attempt", "trial number#", "owner status failure error", times="started ended")
 evaluation_t = _table("evaluation", "trial slice", times="done")
 projector_t = _table("projector", "uri experiment", "marker owner problem", times="expires")
@@ -122,7 +124,7 @@ class Ledger:
             raise UserError(f"this ledger belongs to another store ({other[0]}, not {store_uuid})", Exit.ENVIRONMENT)
         if rows[0].schema_version > SCHEMA_VERSION:
             raise UserError(
-                f"the ledger has schema {rows[0].schema_version}; this memsweep reads up to {SCHEMA_VERSION}: upgrade it",
+                f"the ledger has schema {rows[0].schema_version}; this memsweep reads up to {SCHEMA_VERSION}: upgrade",
                 Exit.ENVIRONMENT,
             )
 
@@ -147,12 +149,9 @@ class Ledger:
     # ---- plans -------------------------------------------------------------------------------------------------
 
     def record_plan(self, plan: Plan, revision: int) -> None:
-        """Index a frozen plan. Doing it again changes nothing.
-
-        Raises `UserError` if a trial is known with other settings under the same id.
-        """
+        """Index a frozen plan. Doing it again changes nothing."""
         name = plan.sweep
-        trials = [{"id": m.trial.id, "settings": settings_digest(m.trial.settings())} for m in plan.members]
+        trials = [{"id": m.trial.id} for m in plan.members]
         members = [
             {"sweep": name, "revision": revision, "trial": m.trial.id, "arm": m.arm, "cell": m.cell, "position": i}
             for i, m in enumerate(plan.members)
@@ -212,7 +211,7 @@ class Ledger:
     def take_in(self, trial_id: str, status: Status, slices: Iterable[str]) -> None:
         """Copy what the folder says: a result, and which slices are evaluated."""
         where = (trial_t.c.id == trial_id) & (trial_t.c.status != status) & trial_t.c.owner.is_(None)
-        new = {"status": status.value, "failure": None, "error": None, "updated": _Now()}
+        new: dict[str, Any] = {"status": status.value, "failure": None, "error": None, "updated": _Now()}
         done = [{"trial": trial_id, "slice": part, "done": time.time()} for part in slices]
         with self._write() as db:
             db.execute(sa.update(trial_t).where(where).values(new))
@@ -246,8 +245,8 @@ class Ledger:
         """
         last = sa.case((trial_t.c.attempt > above, trial_t.c.attempt), else_=above)
         free = trial_t.c.owner.is_(None) | (trial_t.c.expires < _Now())
-        new = {"owner": owner.uuid, "expires": _Now() + LEASE_S, "attempt": last + 1, "updated": _Now()}
-        new |= {"status": Status.RUNNING.value, "failure": None, "error": None}
+        new: dict[str, Any] = {"owner": owner.uuid, "expires": _Now() + LEASE_S, "attempt": last + 1}
+        new |= {"status": Status.RUNNING.value, "failure": None, "error": None, "updated": _Now()}
         with self._write() as db:
             if db.execute(sa.update(trial_t).where((trial_t.c.id == trial_id) & free).values(new)).rowcount != 1:
                 return None
@@ -267,12 +266,12 @@ class Ledger:
             return set(db.execute(sa.select(trial_t.c.id).where(mine)).scalars())
 
     def finish(self, outcome: Outcome, slices: Iterable[str] = ()) -> bool:
-        """Write how an attempt ended and free the trial. False if a newer attempt has taken it: then nothing changes."""
-        ended = {"status": outcome.status.value, "failure": outcome.failure, "error": outcome.error}
+        """Write how an attempt ended and free the trial. False, and no change, if a newer attempt has it."""
+        ended: dict[str, Any] = {"status": outcome.status.value, "failure": outcome.failure, "error": outcome.error}
         where = (trial_t.c.id == outcome.trial_id) & (trial_t.c.attempt == outcome.attempt)
         this = (attempt_t.c.trial == outcome.trial_id) & (attempt_t.c.number == outcome.attempt)
         done = [{"trial": outcome.trial_id, "slice": part, "done": time.time()} for part in slices]
-        free = {"owner": None, "expires": None, "updated": _Now()}
+        free: dict[str, Any] = {"owner": None, "expires": None, "updated": _Now()}
         with self._write() as db:
             if db.execute(sa.update(trial_t).where(where).values(ended | free)).rowcount != 1:
                 return False
@@ -320,10 +319,11 @@ class Ledger:
             where = key & (projector_t.c.owner == owner.uuid)
             db.execute(sa.update(projector_t).where(where).values(owner=None, expires=None))
 
-    def projector(self, uri: str, experiment: str) -> Mapping[str, Any] | None:
+    def projector(self, uri: str, experiment: str) -> dict[str, Any] | None:
         key = (projector_t.c.uri == uri) & (projector_t.c.experiment == experiment)
         with self._read() as db:
-            return db.execute(sa.select(projector_t).where(key)).mappings().one_or_none()
+            found = db.execute(sa.select(projector_t).where(key)).mappings().one_or_none()
+        return dict(found) if found else None
 
     def problems(self, experiment: str) -> list[str]:
         """What last kept this experiment's projections from being up to date."""
@@ -336,11 +336,11 @@ class Ledger:
         with self._write() as db:
             db.execute(sa.update(projector_t).where(key).values(values))
 
-    def projections(self, uri: str, experiment: str) -> dict[str, Mapping[str, Any]]:
+    def projections(self, uri: str, experiment: str) -> dict[str, dict[str, Any]]:
         """What was sent, by trial: run id, last step sent, and a digest of the state sent last."""
         key = (projection_t.c.uri == uri) & (projection_t.c.experiment == experiment)
         with self._read() as db:
-            return {row["trial"]: row for row in db.execute(sa.select(projection_t).where(key)).mappings()}
+            return {row["trial"]: dict(row) for row in db.execute(sa.select(projection_t).where(key)).mappings()}
 
     def set_projection(self, uri: str, experiment: str, trial: str, **values: Any) -> None:
         """Note the run of a trial and what it has been sent: `run`, `step`, `sent`."""
@@ -381,21 +381,18 @@ class Ledger:
 
     def _rebuild_trial(self, store: Store, trial_id: str) -> bool:
         folder = store.trial_folder(trial_id)
-        settings = read_json(folder / "settings.json")
-        if not isinstance(settings, dict):
+        if not isinstance(read_json(folder / "settings.json"), dict):
             return False
         last = store.last_attempt(trial_id)
-        attempts = [_attempt_row(folder, trial_id, number) for number in range(1, last + 1)]
-        attempts = [row for row in attempts if row]
+        attempts = [row for number in range(1, last + 1) if (row := _attempt_row(folder, trial_id, number))]
         result = store.result(trial_id)
-        state = {"status": Status.PLANNED.value, "failure": None, "error": None}
+        state: dict[str, Any] = {"status": Status.PLANNED.value, "failure": None, "error": None}
         if result:
             state["status"] = result["status"]
         elif attempts:
             state = {name: attempts[-1][name] for name in state}
-        known = {"id": trial_id, "settings": settings_digest(settings)}
         with self._write() as db:
-            db.execute(self._insert(trial_t), known)
+            db.execute(self._insert(trial_t), {"id": trial_id})
             where = trial_t.c.id == trial_id
             db.execute(sa.update(trial_t).where(where).values({**state, "attempt": last, "updated": _Now()}))
             if attempts:
@@ -404,10 +401,6 @@ class Ledger:
             ids = [path.stem for path in (folder / "evals").glob("*.json") if store.evaluation(trial_id, path.stem)]
             self.take_in(trial_id, Status(result["status"]), ids)
         return True
-
-
-def settings_digest(settings: Mapping[str, Any]) -> str:
-    return digest(dict(settings))
 
 
 def _attempt_row(folder: Path, trial_id: str, number: int) -> dict[str, Any] | None:
@@ -458,8 +451,6 @@ def _engine(url: str, read_only: bool) -> sa.Engine:
 
 def _write_ahead(connection: Any) -> None:
     """Switch to WAL. SQLite does not wait for the lock that this takes, so wait here: drivers may start together."""
-    import sqlite3
-
     for attempt in range(100):
         try:
             if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
@@ -472,6 +463,4 @@ def _write_ahead(connection: Any) -> None:
 
 
 def _writable(folder: Path) -> bool:
-    import os
-
     return os.access(folder, os.W_OK)

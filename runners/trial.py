@@ -25,7 +25,7 @@ from typing import Any
 from runners import checkpoints
 from runners.schema import SCHEMA_VERSION, EvalSlice, Failure, Job, Outcome, Status
 from runners.stamp import stamp
-from runners.store import last_attempt, read_sealed, seal, write_json, write_text
+from runners.store import last_attempt, read_json, read_sealed, seal, write_json, write_text
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 _POLL_S = 0.5
@@ -73,6 +73,15 @@ def run_job(job: Job, *, progress: Progress | None = None, should_stop: Callable
     write_outcome(attempt, outcome)
     (Path(job.folder) / "progress.json").unlink(missing_ok=True)
     return outcome
+
+
+def read_outcome(folder: Path, trial_id: str, attempt: int) -> Outcome | None:
+    """How an attempt said it ended; None if it is running, or died without a word."""
+    row = read_json(folder / "attempts" / str(attempt) / "outcome.json")
+    if not isinstance(row, dict):
+        return None
+    failure = Failure(row["failure"]) if row["failure"] else None
+    return Outcome(trial_id, attempt, Status(row["status"]), failure, row["error"])
 
 
 def write_outcome(attempt: Path, outcome: Outcome) -> None:
@@ -143,7 +152,8 @@ class _Work:
         self.log(
             f"attempt {job.attempt} of trial {job.trial.id}, process {os.getpid()}, {job.device}, seed {job.trial.seed}"
         )
-        self._refuse_if_lost()
+        if self._should_stop():
+            return Status.INTERRUPTED
         result, snapshot = read_sealed(self.folder / "result.json"), None
         missing = [s for s in job.slices if read_sealed(self.folder / "evals" / f"{s.id}.json") is None]
         if result is not None and missing and result["status"] == Status.COMPLETE:

@@ -1,0 +1,262 @@
+"""The executor on Ray Tune: a Searcher that hands out claimed jobs, and actors that run them and are used again.
+
+Nothing here depends on what Ray saves: the ledger and the folders say what is to be done, so Ray's own storage is a
+scratch folder that is removed at the end. A job's outcome is read from its folder; an actor that died without leaving
+one is a failure of kind `infra`. After a failure the actor goes too, and the next job gets a fresh process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+_QUIET = {
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_GLOBAL_CHECKPOINT_S": "1000000",
+    "TUNE_WARN_THRESHOLD_S": "10",
+}
+for _name, _value in _QUIET.items():
+    os.environ.setdefault(_name, _value)  # Ray reads these when it is imported
+
+import ray  # noqa: E402
+from ray import tune  # noqa: E402
+from ray.tune.search import Searcher  # noqa: E402
+
+from runners.schema import EvalSlice, Failure, Job, Outcome, Status, Trial  # noqa: E402
+from runners.store import read_json, write_json, write_text  # noqa: E402
+from runners.trial import read_outcome, run_job, write_outcome  # noqa: E402
+
+JOB_FILE = "job.json"
+STOP_FILE = "stop"
+_ROOT = str(Path(__file__).resolve().parent.parent)
+
+
+def write_job(job: Job) -> Path:
+    """Put `job` into its attempt's folder, from where the worker reads it; it also fences older attempts."""
+    path = Path(job.folder) / "attempts" / str(job.attempt) / JOB_FILE
+    write_json(path, dataclasses.asdict(job))
+    return path
+
+
+def read_job(path: Path) -> Job:
+    row = read_json(path) or {}
+    slices = tuple(EvalSlice(**part) for part in row.pop("slices"))
+    return Job(trial=Trial(**row.pop("trial")), slices=slices, **row)
+
+
+class Worker(tune.Trainable):
+    """An actor: one step is one whole job."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self.job = Path(config["job"])
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self.job = Path(new_config["job"])
+        return True
+
+    def step(self) -> dict[str, Any]:
+        job, folder = read_job(self.job), self.job.parent
+        with _output_to(folder / "log.txt"):
+            outcome = run_job(job, should_stop=(folder / STOP_FILE).exists)
+        if outcome.status == Status.FAILED:
+            raise JobFailedError(outcome.error)  # ends the process: what failed may have left it in any state
+        return {"done": True}
+
+
+class JobFailedError(Exception):
+    """A job failed; its folder says how."""
+
+
+@contextlib.contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Send what this process prints, C code included, to the end of the file at `path`."""
+    sys.stdout.flush(), sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        os.dup2(file, 1), os.dup2(file, 2)
+        yield
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os.dup2(saved[0], 1), os.dup2(saved[1], 2)
+        for descriptor in (file, *saved):
+            os.close(descriptor)
+
+
+class _Jobs(Searcher):
+    """Tune asks here for the next trial and says here that one has ended. Called in Tune's thread."""
+
+    def __init__(
+        self, next_job: Callable[[], Job | None], done: Callable[[Outcome], None], should_stop: Callable[[], bool]
+    ) -> None:
+        super().__init__()
+        self._next, self._done, self._should_stop = next_job, done, should_stop
+        self.running: dict[str, Job] = {}
+        self.problem: BaseException | None = None
+
+    def suggest(self, trial_id: str) -> Any:
+        job = None
+        if self.problem is None and not self._should_stop():
+            with self._keeping_problems():
+                job = self._next()
+        if job is not None:
+            self.running[trial_id] = job
+            return {"job": str(write_job(job))}
+        # A trial that is still running may yet come back to be tried again: the end is when none is.
+        return None if self.running else Searcher.FINISHED
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        job = self.running.pop(trial_id, None)
+        if job is not None:
+            with self._keeping_problems():
+                self._done(outcome_of(job))
+
+    def close(self) -> None:
+        """Report what Tune left without a word."""
+        for trial_id in list(self.running):
+            self.on_trial_complete(trial_id)
+
+    @contextlib.contextmanager
+    def _keeping_problems(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as problem:
+            self.problem = self.problem or problem
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing: the ledger knows."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing: the ledger knows."""
+
+
+def outcome_of(job: Job) -> Outcome:
+    """How the job ended, from its folder; a worker that left no word there was killed."""
+    folder = Path(job.folder)
+    outcome = read_outcome(folder, job.trial.id, job.attempt)
+    if outcome is None:
+        attempt = folder / "attempts" / str(job.attempt)
+        error = "the worker process died (killed from outside, or out of memory)"
+        outcome = Outcome(job.trial.id, job.attempt, Status.FAILED, Failure.INFRA, error)
+        write_text(attempt / "error.txt", error + "\n")
+        write_outcome(attempt, outcome)
+        (folder / "progress.json").unlink(missing_ok=True)
+    return outcome
+
+
+class RayExecutor:
+    """A local Ray, started on first use and shut down at the end. Binds the loopback address only.
+
+    `slots` trials run at once, each with `threads` CPU threads and `gpu` of a card (of `gpus` in all).
+    `scratch` is a folder for Tune's files; it is removed.
+    """
+
+    def __init__(self, *, slots: int, threads: int, gpus: int, gpu: float, scratch: Path) -> None:
+        self.slots, self._threads, self._gpus, self._gpu = slots, threads, gpus, gpu
+        self._scratch = scratch
+        self._session: str | None = None
+        self._rounds = 0
+
+    def __enter__(self) -> RayExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._session is not None:
+            ray.shutdown()
+            shutil.rmtree(self._session, ignore_errors=True)
+            self._session = None
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def run(
+        self,
+        next_job: Callable[[], Job | None],
+        done: Callable[[Outcome], None],
+        *,
+        should_stop: Callable[[], bool],
+        tick: Callable[[], None],
+    ) -> None:
+        """Run jobs until `next_job` has none and none is running. Raises what `next_job` or `done` raised."""
+        first = next_job()
+        if first is None:
+            return
+        queue = [first]
+        jobs = _Jobs(lambda: queue.pop() if queue else next_job(), done, should_stop)
+        self._start()
+        tune_thread = threading.Thread(target=self._fit, args=(jobs,), name="tune", daemon=True)
+        # Tune in a thread of its own: signals, lines and leases stay ours, and Tune leaves SIGINT alone.
+        tune_thread.start()
+        while tune_thread.is_alive():
+            tune_thread.join(0.1)
+            if should_stop() or jobs.problem is not None:
+                for job in list(jobs.running.values()):
+                    (Path(job.folder) / "attempts" / str(job.attempt) / STOP_FILE).touch()
+            tick()
+        jobs.close()
+        if jobs.problem is not None:
+            raise jobs.problem
+
+    def _start(self) -> None:
+        if self._session is not None:
+            return
+        self._session = tempfile.mkdtemp(prefix="memsweep-ray-")
+        # Workers inherit these. Small operations run ten times slower when threads share a core.
+        path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with _environment({"OMP_NUM_THREADS": str(self._threads), "PYTHONPATH": path}):
+            ray.init(
+                address="local",
+                num_cpus=self.slots * self._threads,
+                num_gpus=self._gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                object_store_memory=100 * 2**20,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=self._session,
+            )
+
+    def _fit(self, jobs: _Jobs) -> None:
+        self._rounds += 1
+        with jobs._keeping_problems():
+            tune.Tuner(
+                tune.with_resources(Worker, {"cpu": self._threads, "gpu": self._gpu}),
+                tune_config=tune.TuneConfig(
+                    search_alg=jobs,
+                    num_samples=-1,
+                    # One more than can run: an actor is kept for the next trial only if one is waiting.
+                    max_concurrent_trials=self.slots + 1,
+                    reuse_actors=True,
+                    trial_name_creator=lambda trial: trial.trial_id,
+                    trial_dirname_creator=lambda trial: trial.trial_id,
+                ),
+                run_config=tune.RunConfig(
+                    name=f"round-{self._rounds}",
+                    storage_path=str(self._scratch),
+                    verbose=0,
+                    failure_config=tune.FailureConfig(max_failures=0),
+                ),
+            ).fit()
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,519 @@
+"""The ledger's projection to MLflow: one experiment a sweep, one flat run a trial. The only file that knows MLflow.
+
+MLflow may be remote, away, wiped or replaced: nothing is read back from it but what was sent. Each run carries the
+mark of what it has (`memsweep.sent`), so a projection may stop anywhere and be taken up by another driver. One driver
+at a time writes an experiment (a lease in the ledger). What was sent twice by a crash in between has the same time
+stamp, which MLflow keeps once.
+
+A run deleted in the UI stays deleted, unless `restore` asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import getpass
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from runners import checkpoints
+from runners.ledger import RENEW_S, Ledger, Row
+from runners.owner import Owner
+from runners.schema import Member, Plan, Status, UserError, canonical_json, digest
+from runners.store import Store, read_points
+
+TAG = "memsweep."
+MARK = TAG + "sent"
+BATCH = 1000
+"""Most metrics in one call: MLflow's own limit."""
+TICK_S = 2.0
+_RUN_STATUS = {
+    Status.RUNNING: "RUNNING",
+    Status.COMPLETE: "FINISHED",
+    Status.DIVERGED: "FINISHED",  # a result, not a crash; the tag tells them apart
+    Status.PRUNED: "FINISHED",
+    Status.FAILED: "FAILED",
+    Status.INTERRUPTED: "KILLED",
+}
+
+
+def tracking_uri(store: Store, given: str | None) -> str:
+    """The server to write to. Raises `UserError` for a folder, which MLflow no longer takes."""
+    if given is None:
+        return store.mlflow_uri
+    if given.startswith("sqlite:///"):
+        return f"sqlite:///{Path(given.removeprefix('sqlite:///')).expanduser().resolve()}"
+    scheme = given.split(":", 1)[0] if "://" in given else ""
+    if scheme.split("+")[0] in ("http", "https", "postgresql", "mysql", "mssql", "databricks") or given == "databricks":
+        return given
+    raise UserError(
+        f"--tracking-uri {given}: MLflow no longer keeps runs in plain folders. Use sqlite:////absolute/path/mlflow.db, "
+        f"a server (http://host:port), or leave it out for {store.mlflow_uri}"
+    )
+
+
+def _key(store: Store, uri: str) -> str:
+    """How the ledger calls a server: without its password, and the store's own by a name that survives a move."""
+    return "store" if uri == store.mlflow_uri else re.sub(r"//[^/@]*@", "//", uri)
+
+
+def make_client(uri: str) -> Any:
+    """A client of MLflow at `uri`, quiet, quick to give up; a new SQLite database is set up under a lock.
+
+    Two processes that set up one database at once break it for good.
+    """
+    for name, value in {
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+        "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    }.items():
+        os.environ.setdefault(name, value)
+    from mlflow.tracking import MlflowClient
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with _set_up_lock(uri):
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        client.search_experiments(max_results=1)
+    return client
+
+
+@contextlib.contextmanager
+def _set_up_lock(uri: str) -> Iterator[None]:
+    if not uri.startswith("sqlite:///"):
+        yield
+        return
+    path = Path(uri.removeprefix("sqlite:///"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f".{path.name}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class ExperimentDeletedError(Exception):
+    """The user deleted the experiment: nothing is written until they ask for it."""
+
+
+class Projection:
+    """One sweep's runs on one server, made to agree with the ledger and the folders."""
+
+    def __init__(
+        self, store: Store, ledger: Ledger, plan: Plan, revision: int, uri: str, *, restore: bool = False
+    ) -> None:
+        self._store, self._ledger, self._plan, self._revision = store, ledger, plan, revision
+        self._uri, self.key, self._restore = uri, _key(store, uri), restore
+        self._client: Any = None
+        self._runs: dict[str, _Run] = {}
+
+    def project(self) -> int:
+        """Send what is missing: how many runs changed. Raises what MLflow raises."""
+        if self._client is None:
+            self._open()
+        rows = self._ledger.rows(self._plan.sweep, self._revision)
+        shared = self._ledger.sweeps_of(rows)
+        known = self._ledger.evaluations(rows)
+        changed = 0
+        for member in self._plan.members:
+            sent = _State(self._store, member, rows[member.trial.id], known[member.trial.id], shared[member.trial.id])
+            changed += self._send(sent)
+        return changed
+
+    # ---- opening -----------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        client = make_client(self._uri)
+        self._experiment = self._find_experiment(client)
+        self._adopt(client)
+        self._client = client
+        self._close_orphans()
+
+    def _find_experiment(self, client: Any) -> str:
+        name = self._plan.sweep
+        experiment = client.get_experiment_by_name(name)
+        if experiment is None:
+            return self._create_experiment(client, name)
+        if experiment.lifecycle_stage == "deleted":
+            if not self._restore:
+                raise ExperimentDeletedError(
+                    f"the MLflow experiment {name!r} was deleted; `sweep sync --restore` brings it back"
+                )
+            client.restore_experiment(experiment.experiment_id)
+        theirs = experiment.tags.get(TAG + "marker")
+        ours = (self._ledger.projector(self.key, name) or {}).get("marker")
+        if theirs is None or theirs != ours:
+            # Not what this ledger sent: another database, or a new ledger. The runs there tell what they have.
+            self._ledger.forget_projections(self.key, name)
+            theirs = theirs or str(uuid.uuid4())
+            self._mark(client, experiment.experiment_id, theirs)
+        return str(experiment.experiment_id)
+
+    def _create_experiment(self, client: Any, name: str) -> str:
+        location = None
+        if self._uri == self._store.mlflow_uri:
+            location = (self._store.mlflow_artifacts / name).as_uri()
+        made = client.create_experiment(name, artifact_location=location)
+        self._ledger.forget_projections(self.key, name)
+        self._mark(client, made, str(uuid.uuid4()))
+        client.set_experiment_tag(made, "mlflow.note.content", self._plan.question)
+        return str(made)
+
+    def _mark(self, client: Any, experiment_id: str, marker: str) -> None:
+        client.set_experiment_tag(experiment_id, TAG + "marker", marker)
+        self._ledger.set_projector(self.key, self._plan.sweep, marker=marker)
+
+    def _adopt(self, client: Any) -> None:
+        """Ask the server which runs there are and what they have been sent."""
+        self._runs = {}
+        for run in sorted(_all_runs(client, self._experiment), key=lambda run: (run.info.start_time, run.info.run_id)):
+            trial_id = run.data.tags.get(TAG + "trial_id")
+            if trial_id and run.data.tags.get(TAG + "kind") == "trial":
+                self._runs.setdefault(trial_id, _Run.read(run))
+        for trial_id, row in self._ledger.projections(self.key, self._plan.sweep).items():
+            # Known to the ledger, unknown to a server that is still the same: deleted for good.
+            if trial_id not in self._runs:
+                self._runs[trial_id] = _Run(row["run"], deleted=True, gone=True)
+
+    def _close_orphans(self) -> None:
+        """End runs of trials that this revision no longer plans and that nobody runs."""
+        planned = {member.trial.id for member in self._plan.members}
+        for trial_id, run in self._runs.items():
+            if run.status == "RUNNING" and trial_id not in planned and not run.deleted:
+                row = self._ledger.row(trial_id)
+                status = row.status if row else Status.INTERRUPTED
+                if status != Status.RUNNING:
+                    self._client.set_tag(run.id, TAG + "status", status.value)
+                    self._client.set_terminated(run.id, _RUN_STATUS.get(status, "KILLED"))
+                    run.status = _RUN_STATUS.get(status, "KILLED")
+
+    # ---- one trial ---------------------------------------------------------------------------------------------
+
+    def _send(self, state: _State) -> bool:
+        trial_id = state.member.trial.id
+        run = self._runs.get(trial_id)
+        if run is None:
+            if state.status == Status.PLANNED:
+                return False
+            run = self._create(state)
+        elif run.deleted:
+            if not self._restore:
+                return False
+            if run.gone:
+                run = self._create(state)
+            else:
+                self._client.restore_run(run.id)
+                run.deleted = False
+        if run.mark == state.mark:
+            return False
+        self._send_points(run, state)
+        self._send_state(run, state)
+        return True
+
+    def _create(self, state: _State) -> _Run:
+        made = self._client.create_run(
+            self._experiment, start_time=state.started_ms, tags=state.first_tags(), run_name=state.name
+        )
+        run = _Run(made.info.run_id, status="RUNNING")
+        self._ledger.set_projection(self.key, self._plan.sweep, state.member.trial.id, run=run.id)
+        self._runs[state.member.trial.id] = run
+        return run
+
+    def _send_points(self, run: _Run, state: _State) -> None:
+        from mlflow.entities import Metric
+
+        batch: list[Any] = []
+        for step, metrics, moment in read_points(state.folder, up_to=state.step):
+            if step > run.sent_step:
+                batch += [
+                    Metric(_metric_name(name), value, int(moment * 1000), step) for name, value in metrics.items()
+                ]
+                run.latest.update({_metric_name(name): value for name, value in metrics.items()})
+            if len(batch) >= BATCH - 100:
+                self._client.log_batch(run.id, metrics=batch)
+                batch = []
+        if batch:
+            self._client.log_batch(run.id, metrics=batch)
+
+    def _send_state(self, run: _Run, state: _State) -> None:
+        from mlflow.entities import Metric, Param, RunTag
+
+        params = {name: value for name, value in state.params().items() if name not in run.params}
+        for first in range(0, len(params), 100):
+            part = list(params.items())[first : first + 100]
+            self._client.log_batch(run.id, params=[Param(name, value) for name, value in part])
+        run.params.update(params)
+        metrics = {name: value for name, value in state.final_metrics().items() if run.latest.get(name) != value}
+        moment = state.ended_ms or state.started_ms
+        entities = [Metric(name, value, moment, state.step or 0) for name, value in metrics.items()]
+        for first in range(0, len(entities), BATCH):
+            self._client.log_batch(run.id, metrics=entities[first : first + BATCH])
+        run.latest.update(metrics)
+        status = _RUN_STATUS[state.status] if state.status in _RUN_STATUS else "KILLED"
+        if status != run.status:
+            if status == "RUNNING":
+                self._client.update_run(run.id, status="RUNNING")
+            else:
+                self._client.set_terminated(run.id, status, end_time=state.ended_ms)
+            run.status = status
+        # The mark comes last: everything before it may be sent again.
+        tags = state.tags() | {MARK: state.mark}
+        self._client.log_batch(run.id, tags=[RunTag(name, value) for name, value in tags.items()])
+        run.mark = state.mark
+        self._ledger.set_projection(
+            self.key, self._plan.sweep, state.member.trial.id, run=run.id, sent=state.mark, step=state.step
+        )
+
+
+class _Run:
+    """What a run on the server has."""
+
+    def __init__(self, run_id: str, *, status: str = "RUNNING", deleted: bool = False, gone: bool = False) -> None:
+        self.id, self.status, self.deleted, self.gone = run_id, status, deleted, gone
+        self.mark = ""
+        self.params: dict[str, str] = {}
+        self.latest: dict[str, float] = {}
+
+    @classmethod
+    def read(cls, run: Any) -> _Run:
+        found = cls(run.info.run_id, status=run.info.status, deleted=run.info.lifecycle_stage == "deleted")
+        found.mark = run.data.tags.get(MARK, "")
+        found.params, found.latest = dict(run.data.params), dict(run.data.metrics)
+        return found
+
+    @property
+    def sent_step(self) -> int:
+        """The last step whose points were sent in full; -1 if none was."""
+        head = self.mark.partition(":")[0]
+        return int(head) if head.lstrip("-").isdecimal() else -1
+
+
+class _State:
+    """What a run should say about one member now."""
+
+    def __init__(self, store: Store, member: Member, row: Row, slices: set[str], sweeps: list[str]) -> None:
+        self.member, self.row, self.status, self._store = member, row, row.status, store
+        self.folder = store.trial_folder(member.trial.id)
+        self._slices = sorted({part.id for part in member.slices} & slices)
+        self._sweeps = sweeps
+        self._result = store.result(member.trial.id) if row.status.is_done else None
+        found = checkpoints.steps(self.folder / "checkpoints") if self._result is None else []
+        self.step: int | None = self._result["step"] if self._result else (found[-1] if found else None)
+        facts = [row.status, row.attempt, row.error, self._slices, sweeps, member.arm, member.cell]
+        self.mark = f"{-1 if self.step is None else self.step}:{digest(facts)}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.member.cell} seed={self.member.trial.seed}"
+
+    @property
+    def started_ms(self) -> int:
+        return _mtime_ms(self.folder / "settings.json") or int(time.time() * 1000)
+
+    @property
+    def ended_ms(self) -> int | None:
+        times = [self.folder / "result.json", *(self.folder / "evals" / f"{part}.json" for part in self._slices)]
+        times.append(self.folder / "attempts" / str(self.row.attempt) / "outcome.json")
+        return max((moment for path in times if (moment := _mtime_ms(path))), default=None)
+
+    def first_tags(self) -> dict[str, str]:
+        member = self.member
+        return {
+            TAG + "kind": "trial",
+            TAG + "trial_id": member.trial.id,
+            TAG + "store": self._store.uuid,
+            "mlflow.source.name": "memsweep",
+            "mlflow.source.type": "LOCAL",
+            "mlflow.user": _user(),
+        }
+
+    def tags(self) -> dict[str, str]:
+        member, row = self.member, self.row
+        tags = {"status": row.status.value, "arm": member.arm, "cell": member.cell, "seed": str(member.trial.seed)}
+        tags |= {"attempt": str(row.attempt), "shared": ", ".join(self._sweeps) if len(self._sweeps) > 1 else ""}
+        tags |= {"failure": row.failure or "", "error": (row.error or "")[:1000]}
+        text = f"Trial `{member.trial.id}`: {self.name}. State of one sequence: {member.state_bytes:,} bytes."
+        found = {TAG + name: value for name, value in tags.items()} | {"mlflow.note.content": text}
+        if self._result:
+            stamp = self._result["stamp"]
+            found |= {TAG + name: str(stamp[name]) for name in ("device", "fingerprint", "memsweep") if stamp.get(name)}
+            if stamp.get("commit"):
+                found["mlflow.source.git.commit"] = stamp["commit"].removesuffix("+changed")
+        return found
+
+    def params(self) -> dict[str, str]:
+        """What varies first, by its short name where that is clear, then every setting by its path."""
+        member = self.member
+        params = {"arm": member.arm, "seed": str(member.trial.seed)}
+        params |= {_param_name(path): _param_value(value) for path, value in member.varying.items()}
+        for path, value in _flat(member.trial.settings()):
+            if path not in ("id", "seed"):
+                params.setdefault(_param_name(path), _param_value(value))
+        return params
+
+    def final_metrics(self) -> dict[str, float]:
+        metrics: dict[str, float] = {"state_bytes": float(self.member.state_bytes)}
+        if self._result is None:
+            return metrics
+        for name in ("n_params", "tokens", "wall_s", "peak_mem_bytes"):
+            if self._result.get(name) is not None:
+                metrics[name] = float(self._result[name])
+        sets: dict[str, list[float]] = {}
+        for part in self.member.slices:
+            if self.status == Status.DIVERGED:
+                scores: Mapping[str, float] = part.chance
+            else:
+                row = self._store.evaluation(self.member.trial.id, part.id) if part.id in self._slices else None
+                scores = row["metrics"] if row else {}
+            for name, value in scores.items():
+                if name != "n":
+                    sets.setdefault(f"{part.set}/{name}", []).append(value)
+                    if part.label:
+                        metrics[_metric_name(f"{part.set}/{name}/{part.label}")] = value
+        sizes: dict[str, int] = {}
+        for part in self.member.slices:
+            sizes[part.set] = sizes.get(part.set, 0) + 1
+        # A mean over some of the slices would look like the mean over all.
+        whole = {n: v for n, v in sets.items() if len(v) == sizes[n.partition("/")[0]]}
+        return metrics | {_metric_name(name): sum(values) / len(values) for name, values in whole.items()}
+
+
+class Projector(threading.Thread):
+    """Keeps MLflow up to date while a driver works. Trouble there is told once and never touches a trial."""
+
+    def __init__(self, projection: Projection, ledger: Ledger, owner: Owner, say: Callable[[str], None]) -> None:
+        super().__init__(name="mlflow", daemon=True)
+        self._projection, self._ledger, self._owner, self._say = projection, ledger, owner, say
+        self._over = threading.Event()
+        self._problem: str | None = None
+        self._pause = TICK_S
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            began = time.monotonic()
+            self.once()
+            # At most a twentieth of the time goes into looking whether there is something to send.
+            self._over.wait(max(self._pause, min(20 * (time.monotonic() - began), RENEW_S)))
+
+    def once(self) -> bool:
+        """Send what is missing. False, with the reason kept for `status`, if that did not work."""
+        sweep, key = self._projection._plan.sweep, self._projection.key
+        try:
+            if not self._ledger.claim_projector(key, sweep, self._owner):
+                return self._failed("another driver is writing to MLflow")
+            self._projection.project()
+            problem, self._pause = None, TICK_S
+        except Exception as error:
+            problem, self._pause = explain(error), min(max(5.0, 2 * self._pause), 60.0)
+        with contextlib.suppress(Exception):
+            self._ledger.set_projector(key, sweep, problem=problem)
+        if problem and problem != self._problem:
+            self._say(f"MLflow is not up to date ({problem}); trials go on, `sweep sync` catches up")
+        self._problem = problem
+        return problem is None
+
+    def _failed(self, problem: str) -> bool:
+        self._problem = problem
+        return False
+
+    def finish(self, patience_s: float = 15.0) -> str | None:
+        """Stop the thread and send the rest: None, or why MLflow lags behind."""
+        self._over.set()
+        if self.is_alive():
+            self.join(60)
+        end = time.monotonic() + patience_s
+        while not self.once() and self._problem == "another driver is writing to MLflow" and time.monotonic() < end:
+            time.sleep(0.5)
+        with contextlib.suppress(Exception):
+            self._ledger.release_projector(self._projection.key, self._projection._plan.sweep, self._owner)
+        return self._problem
+
+
+def log_report(
+    store: Store, sweep: str, folder: Path, tags: Mapping[str, str], *, given_uri: str | None = None
+) -> str | None:
+    """Put the report in `folder` on the sweep's summary run (made if missing). None, or why it could not be."""
+    try:
+        uri = tracking_uri(store, given_uri)
+        client = make_client(uri)
+        experiment = client.get_experiment_by_name(sweep)
+        if experiment is None or experiment.lifecycle_stage == "deleted":
+            return f"there is no MLflow experiment {sweep!r}"
+        query = f"tags.`{TAG}kind` = 'summary'"
+        found = client.search_runs([experiment.experiment_id], query, max_results=1)
+        first = {TAG + "kind": "summary", "mlflow.source.name": "memsweep", "mlflow.user": _user()}
+        run_id = (
+            found[0] if found else client.create_run(experiment.experiment_id, tags=first, run_name="summary")
+        ).info.run_id
+        client.log_artifacts(run_id, str(folder), "report")
+        for name, value in tags.items():
+            client.set_tag(run_id, name, str(value)[:5000])
+        client.set_terminated(run_id, "FINISHED")
+    except UserError:
+        raise
+    except Exception as error:
+        return explain(error)
+    return None
+
+
+def explain(error: Exception) -> str:
+    """The first line of what MLflow or the network said, short."""
+    text = str(error).strip().splitlines()
+    line = text[0] if text else ""
+    return f"{type(error).__name__}: {line}"[:300] if line else type(error).__name__
+
+
+def _all_runs(client: Any, experiment_id: str) -> list[Any]:
+    from mlflow.entities import ViewType
+
+    runs: list[Any] = []
+    token = None
+    while True:
+        page = client.search_runs([experiment_id], run_view_type=ViewType.ALL, max_results=1000, page_token=token)
+        runs += page
+        token = page.token
+        if not token:
+            return runs
+
+
+def _flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{at}.{key}" if at else str(key))
+    else:
+        yield at, value
+
+
+def _param_name(path: str) -> str:
+    return re.sub(r"[^\w\-./ :]", "_", path)[:250]
+
+
+def _param_value(value: Any) -> str:
+    """Canonical text; a long one keeps its start and a digest of the whole, so that equal means equal."""
+    text = value if isinstance(value, str) else canonical_json(value)
+    return text if len(text) <= 500 else f"{text[:460]}… sha256 {digest(text)}"
+
+
+def _metric_name(name: str) -> str:
+    return re.sub(r"[^\w\-./ :]", "_", name).strip("/")[:250]
+
+
+def _mtime_ms(path: Path) -> int | None:
+    try:
+        return int(path.stat().st_mtime * 1000)
+    except FileNotFoundError:
+        return None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"

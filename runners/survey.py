@@ -1,0 +1,93 @@
+"""What is there and what is missing: a plan held against the trial folders, and the ledger brought up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from runners.checkpoints import FINAL
+from runners.ledger import Ledger, Row
+from runners.schema import Member, Plan, Status
+from runners.store import Store
+
+
+class Need(StrEnum):
+    """What a member still needs."""
+
+    NOTHING = "nothing"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    RETRAIN = "train again"
+    """New evaluations are asked of a trial whose final weights are gone."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A member, how the ledger has it, and what it needs."""
+
+    member: Member
+    row: Row
+    need: Need
+
+
+def need(store: Store, member: Member) -> Need:
+    """What the folder says, read and checked."""
+    result = store.result(member.trial.id)
+    if result is None:
+        return Need.TRAIN
+    if result["status"] != Status.COMPLETE or not store.missing_slices(member.trial.id, member.slices):
+        return Need.NOTHING
+    final = store.trial_folder(member.trial.id) / "checkpoints" / FINAL / "meta.json"
+    return Need.EVALUATE if final.exists() else Need.RETRAIN
+
+
+def survey(store: Store, ledger: Ledger, plan: Plan, revision: int, only: frozenset[str] | None) -> list[Found]:
+    """Every member (of `only`), in plan order. Results found on disk enter the ledger; rows without one leave it.
+
+    What the ledger calls done is believed if the files are there; `doctor` reads them.
+    """
+    rows = ledger.rows(plan.sweep, revision)
+    known = ledger.evaluations(rows)
+    found = []
+    for member in plan.members:
+        if only is not None and member.trial.id not in only:
+            continue
+        row = rows[member.trial.id]
+        wanted = {part.id for part in member.slices} if row.status == Status.COMPLETE else set()
+        if row.status.is_done and wanted <= known[row.id] and _files_are_there(store, row.id, wanted):
+            found.append(Found(member, row, Need.NOTHING))
+            continue
+        missing = need(store, member)
+        if row.owner is None:
+            row = _take_in(store, ledger, member, row, missing)
+        found.append(Found(member, row, missing))
+    return found
+
+
+def _files_are_there(store: Store, trial_id: str, slices: set[str]) -> bool:
+    folder = store.trial_folder(trial_id)
+    return (folder / "result.json").exists() and all((folder / "evals" / f"{part}.json").exists() for part in slices)
+
+
+def _take_in(store: Store, ledger: Ledger, member: Member, row: Row, missing: Need) -> Row:
+    trial_id = member.trial.id
+    if missing == Need.TRAIN:
+        if row.status.is_done:
+            ledger.forget_result(trial_id)
+    else:
+        result = store.result(trial_id) or {}
+        done = {part.id for part in member.slices} - {part.id for part in store.missing_slices(trial_id, member.slices)}
+        ledger.take_in(trial_id, Status(result["status"]), done)
+    return ledger.row(trial_id) or row
+
+
+def counts(found: Sequence[Found]) -> dict[str, int]:
+    """Members by status. One that is trained but not evaluated in full counts as planned (or as it is, if running)."""
+    total: dict[str, int] = {}
+    for item in found:
+        status = item.row.status
+        if status.is_done and item.need != Need.NOTHING:
+            status = Status.PLANNED
+        total[status.value] = total.get(status.value, 0) + 1
+    return total
