@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from runners import tasks
 from runners.schema import Trial, UserError
-from runners.tasks._base import Batch
+from runners.batch import Batch
 
 TOKENS_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 18}
 """Rows are evaluated in batches of about this many tokens: enough to keep the device busy, little memory."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from runners import streams
-from runners.tasks._base import Batch
+from runners.batch import Batch
 
 TOKENS_AHEAD = {"cpu": 1 << 14, "cuda": 1 << 18}
 """Batches are made several steps at a time, about this many tokens: making them costs launches, not arithmetic."""

@@ -16,7 +16,7 @@ Letters: B rows, T time, D model width, V vocabulary, Q labelled positions of a 
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ BLOCKS = {
     "mlp": {"gelu": "GeluMlp", "swiglu": "SwigluMlp"},
     "moe": {"moe": "Moe"},
 }
-NOT_YET = {"block": ["hyper_link"], "lobe": ["causal"], "moe": ["moe"], "causal": [False]}
+NOT_YET: dict[str, list[Any]] = {"block": ["hyper_link"], "lobe": ["causal"], "moe": ["moe"], "causal": [False]}
 
 SIZES = {"2m": (192, 4), "5m": (256, 6), "10m": (320, 8), "20m": (448, 8)}
 """(d_model, n_layers) by `size`: that many parameters with swiglu blocks and a byte vocabulary."""
@@ -146,11 +146,12 @@ class BaseConv(nn.Module):
 class Layer(nn.Module):
     """A mixer and, unless there is none, an mlp, each with its norm."""
 
-    def __init__(self, d_model: int, mixer: nn.Module, mlp: nn.Module | None, norm: str) -> None:
+    def __init__(self, d_model: int, mixer: Any, mlp: nn.Module | None, norm: str) -> None:
         super().__init__()
         self.pre = norm == "pre"
         self.mixer_norm, self.mixer = nn.LayerNorm(d_model), mixer
-        self.mlp_norm, self.mlp = (nn.LayerNorm(d_model), mlp) if mlp is not None else (None, None)
+        self.mlp = mlp
+        self.mlp_norm = nn.LayerNorm(d_model) if mlp is not None else None
 
     def _mlp(self, x: Tensor) -> Tensor:
         if self.mlp is None:
@@ -247,7 +248,7 @@ class Model(nn.Module):
             self.position_stream = streams.key("weights", *key, "positions")
             self.positions.copy_(self._drawn_positions(0, self.seq_len))
         for number, layer in enumerate(self.layers):
-            layer.mixer.init_special(lambda name, at=number: streams.generator("weights", *key, at, name))
+            cast(Layer, layer).mixer.init_special(lambda name, at=number: streams.generator("weights", *key, at, name))
 
     def _drawn_positions(self, first: int, last: int) -> Tensor:
         index = torch.arange(first * self.d_model, last * self.d_model).view(-1, self.d_model)
@@ -291,7 +292,7 @@ class Model(nn.Module):
             x_BD = x_BD + self._position(state["time"], state["time"] + 1)
         states = []
         for layer, before in zip(self.layers, state["layers"], strict=True):
-            x_BD, after = layer.step(x_BD, before)
+            x_BD, after = cast(Layer, layer).step(x_BD, before)
             states.append(after)
         return self._logits(x_BD), {"time": state["time"] + 1, "layers": states}
 

@@ -41,12 +41,12 @@ class FlatAdam:
         kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optimizer]
         self.inner = kind(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         self.bad = torch.zeros((), device=self.flats[0].device)
-        self.inner.found_inf = self.bad  # type: ignore[attr-defined]  # what a gradient scaler sets: 1 skips the update
+        self.inner.found_inf = self.bad  # what a gradient scaler sets: 1 skips the update
 
     def step(self, lr: float, loss: Tensor) -> Tensor:
         """One update from the gradients there are, which are then zeroed. Returns their norm before clipping."""
-        grads = [flat.grad for flat in self.flats]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads if g is not None]))
+        grads = [flat.grad for flat in self.flats if flat.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
         self.bad.copy_(torch.maximum(self.bad, (~torch.isfinite(norm + loss)).float()))
         if self.clip is not None:
             torch._foreach_mul_(grads, (self.clip / (norm + 1e-6)).clamp(max=1.0))

@@ -334,7 +334,6 @@ class _Run:
         if self.train.keep == "best" and score > self.best_score:
             self.best_score = score
             self.best = {name: value.clone() for name, value in self.model.state_dict().items()}
-            self._point({"valid/best_step": self.step})
         if self.train.stop_above is not None and score > self.sign * self.train.stop_above:
             self.stopped_by = "stop_above"
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from runners import streams
+from runners.batch import SPLITS, Batch, label_scores
 from runners.schema import UserError
-from runners.tasks._base import SPLITS, Batch, label_scores
 
 REVISION = 1
 LIMITS = [

@@ -5,7 +5,7 @@ A task is a class `Task` whose keyword-only parameters are its YAML keys, with
     vocab_size, seq_len     what the model is built for: seq_len is the longest row of training
     order                   "blocks": rows and groups are visited in their order; "mixed": shuffled every epoch
     groups(split)           ranges of row numbers; rows of one group have one shape, a batch never crosses groups
-    n_examples(split)       how many rows there are; None = endless (an epoch is then the rows of `groups`, drawn afresh)
+    n_examples(split)       how many rows there are; None = endless: every epoch draws the rows of `groups` afresh
     batch(split, index_B, seed, device)
                             rows `index_B` (on the host), made on `device`. Row i depends on (split, seed, i) and the
                             task's settings alone, whatever shares its batch; valid and test rows ignore the seed
