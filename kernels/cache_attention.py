@@ -191,7 +191,7 @@ def _rows(x_JPD: Tensor, row_JM: Tensor) -> Tensor:
     J, P, D = x_JPD.shape
     flat = (row_JM + torch.arange(J, device=row_JM.device)[:, None] * P).flatten()
     out: Tensor = _Rows.apply(x_JPD.reshape(J * P, D), flat)
-    return out.view(J, -1, D)
+    return out.view(J, row_JM.shape[1], D)
 
 
 def _chunked(
@@ -212,8 +212,8 @@ def _chunked(
     J, P = pool.key.shape
     N = (P - pool.n_cached) // block
     row_JNW, key_JNW = _choices(pool, width, block)
-    own = pool.kv[:, pool.n_cached :].view(J, N, block, -1)
-    cached = _rows(pool.kv, row_JNW[:, :N].flatten(1)).view(J, N, width, -1)
+    own = pool.kv[:, pool.n_cached :].view(J, N, block, pool.kv.shape[2])
+    cached = _rows(pool.kv, row_JNW[:, :N].flatten(1)).view(J, N, width, pool.kv.shape[2])
     kv_JNSD = torch.cat([cached, own], 2)
     q_JTK = (q * gain).transpose(1, 2).flatten(0, 1)
     if pool.offset_J is None:

@@ -24,6 +24,7 @@ Letters: B batch, T time, D model width, H heads, K key width, V value width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,10 +60,8 @@ class Base(nn.Module):
     def init_special(self, generator: Callable[[str], torch.Generator]) -> None:
         """Draws the parameters that are neither weights of `nn.Linear` nor constants. See the file's docstring."""
         for name, module in self.named_modules():
-            if isinstance(module, ShortConv):
-                bound = module.weight.shape[1] ** -0.5
-                with torch.no_grad():
-                    module.weight.uniform_(-bound, bound, generator=generator(f"{name}.weight"))
+            if isinstance(module, ShortConv | DecayGate):
+                module.draw(lambda parameter, prefix=name: generator(f"{prefix}.{parameter}"))
 
     def step(self, x_BD: Tensor, state: State) -> tuple[Tensor, State]:
         """One token. A mechanism whose `forward` costs nothing extra at T = 1 inherits this."""
@@ -79,6 +78,12 @@ class ShortConv(nn.Module):
         self.activation, self.impl = activation, impl
         with torch.no_grad():  # usable before `init_special`: passes the token itself
             self.weight[:, -1] = 1.0
+
+    @torch.no_grad()
+    def draw(self, generator: Callable[[str], torch.Generator]) -> None:
+        """Uniform within 1 / sqrt(width), as torch draws a convolution of one channel."""
+        bound = self.weight.shape[1] ** -0.5
+        self.weight.uniform_(-bound, bound, generator=generator("weight"))
 
     def forward(self, x_BTD: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         return short_conv(x_BTD, self.weight, self.activation, state, impl=self.impl)
@@ -111,6 +116,41 @@ class Projections(nn.Module):
         if self.conv is None:
             return {}
         return {"conv": torch.zeros(batch, CONV_WIDTH - 1, sum(self.sizes), device=device, dtype=dtype)}
+
+
+class DecayGate(nn.Module):
+    """The log-decay of a gated delta rule, a head and token: g = -e^{A_log} softplus(W x + dt_bias), fp32 (B, T, H)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.proj = nn.Linear(shape.d_model, shape.n_heads, bias=False)
+        self.A_log = nn.Parameter(torch.zeros(shape.n_heads))
+        self.dt_bias = nn.Parameter(torch.full((shape.n_heads,), -4.6))  # softplus(-4.6) = 0.01
+
+    @torch.no_grad()
+    def draw(self, generator: Callable[[str], torch.Generator]) -> None:
+        """A ~ U(1e-4, 16), not from 0 whose logarithm is -inf; softplus(dt_bias) log-uniform in 1e-3..0.1 (code)."""
+        self.A_log.uniform_(1e-4, 16.0, generator=generator("A_log")).log_()
+        dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1), generator=generator("dt_bias")).exp_()
+        self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        raw_BTH = self.proj(x_BTD)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            raw_BTH = raw_BTH.to(accumulator(raw_BTH))
+            return -self.A_log.exp() * nn.functional.softplus(raw_BTH + self.dt_bias)
+
+
+class WriteGate(nn.Module):
+    """How much of a token is written, a head and token: sigmoid(W x), fp32 (B, T, H)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.proj = nn.Linear(shape.d_model, shape.n_heads, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        raw_BTH = self.proj(x_BTD)
+        return raw_BTH.to(accumulator(raw_BTH)).sigmoid()
 
 
 class _UnitNorm(torch.autograd.Function):
@@ -164,6 +204,20 @@ class RmsNorm(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(accumulator(x))
             return _RmsNorm.apply(x, self.weight.to(x.dtype), self.eps)  # type: ignore[no-any-return]
+
+
+class GatedOutput(nn.Module):
+    """What leaves a gated delta rule: RMSNorm a head, times silu(W x), then the output projection."""
+
+    def __init__(self, shape: Shape, d_v: int) -> None:
+        super().__init__()
+        self.norm = RmsNorm(d_v)
+        self.gate = nn.Linear(shape.d_model, shape.n_heads * d_v, bias=False)
+        self.out = nn.Linear(shape.n_heads * d_v, shape.d_model, bias=False)
+
+    def forward(self, o_BTHV: Tensor, x_BTD: Tensor) -> Tensor:
+        gate = nn.functional.silu(self.gate(x_BTD))
+        return self.out(self.norm(o_BTHV).flatten(2) * gate)  # type: ignore[no-any-return]
 
 
 def rotate(x_BTHK: Tensor, position_BT: Tensor, theta: float = 1e4) -> Tensor:
