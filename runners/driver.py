@@ -1,84 +1,21 @@
-"""Launch a plan on a store, and look at a store: the functions behind `sweep launch | status | sync | doctor`."""
+"""Launch a plan on a store, look at a store, bring MLflow up to date: the functions behind the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import contextlib
+import shutil
 from pathlib import Path
 
-from runners.schema import Plan
+from runners.launching import Failed, Launch, Say, Summary
+from runners.ledger import Ledger
+from runners.overview import Finding, SweepStatus, TrialStatus, doctor, status
+from runners.owner import Owner
+from runners.resources import share
+from runners.schema import Exit, Plan, UserError
+from runners.store import Store
+from runners.survey import survey
 
-Say = Callable[[str], None]
-"""Takes one line for the user (no line break). The driver never prints by itself."""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """One trial that failed in this launch (or before, if it was not tried again)."""
-
-    trial: str
-    cell: str
-    seed: int
-    kind: str
-    error: str
-    log: Path
-
-
-@dataclass
-class Summary:
-    """What a launch did. `counts` is by status over all members selected; `ran` trials trained, `evaluated` only evaluated."""
-
-    sweep: str
-    revision: int
-    counts: dict[str, int]
-    ran: int
-    evaluated: int
-    skipped: int
-    failures: list[Failed] = field(default_factory=list)
-    exit_code: int = 0
-    seconds: float = 0.0
-    backlog: str | None = None
-    """Why MLflow is not up to date, or None if it is."""
-
-
-@dataclass(frozen=True)
-class TrialStatus:
-    """One line of `sweep status`."""
-
-    trial: str
-    arm: str
-    cell: str
-    seed: int
-    status: str
-    attempt: int
-    failure: str | None
-    error: str | None
-    step: int | None
-    steps: int | None
-    metrics: dict[str, float]
-    log: Path | None
-
-
-@dataclass(frozen=True)
-class SweepStatus:
-    """What `sweep status NAME` shows. `backlog` says why MLflow lags, None if it does not."""
-
-    sweep: str
-    revision: int
-    question: str
-    counts: dict[str, int]
-    trials: list[TrialStatus]
-    drivers: list[str]
-    backlog: str | None
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing `sweep doctor` looked at. `level` is ok, note or problem."""
-
-    level: str
-    what: str
-    remedy: str = ""
+__all__ = ["Failed", "Finding", "Say", "Summary", "SweepStatus", "TrialStatus", "doctor", "launch", "status", "sync"]
 
 
 def launch(
@@ -93,22 +30,66 @@ def launch(
     say: Say = print,
     tty: bool = False,
 ) -> Summary:
-    """Run what is missing of `plan`. `only` = trial ids; `failed` = also those that failed before; `tty` = a live line."""
-    raise NotImplementedError
+    """Run what is missing of `plan` and return when every selected trial has ended, here or in another driver.
 
+    `only` = trial ids; `failed` = also run again what failed before; `tty` = a live line instead of one in 10 s.
+    Raises `UserError` where nothing can be run. SIGINT, SIGTERM and SIGHUP end it at a checkpoint, exit code 130.
+    """
+    from runners import record
 
-def status(store: Path, sweep: str | None = None) -> list[SweepStatus]:
-    """Where each sweep (or one) stands. Only reads."""
-    raise NotImplementedError
+    opened = Store.create(store)
+    record.resolve_uri(opened, tracking_uri)
+    if shutil.disk_usage(opened.root).free < 2**27:
+        raise UserError(f"less than 128 MiB are free below {opened.root}", Exit.ENVIRONMENT)
+    given = share(plan.resources, executor, jobs)
+    ledger = Ledger.open(opened)
+    owner = Owner.me()
+    ledger.register(owner)
+    try:
+        return Launch(plan, opened, ledger, owner, given, only, failed, say).run(executor, tracking_uri, tty)
+    finally:
+        with contextlib.suppress(Exception):
+            ledger.leave(owner)
+        ledger.close()
 
 
 def sync(
-    store: Path, sweep: str | None = None, *, tracking_uri: str | None = None, restore: bool = False, say: Say = print
+    store: Path,
+    sweep: str | None = None,
+    *,
+    tracking_uri: str | None = None,
+    restore: bool = False,
+    say: Say = print,
 ) -> dict[str, int]:
-    """Bring MLflow up to date from the ledger and the trial folders: {sweep: trials projected}."""
-    raise NotImplementedError
+    """Bring MLflow up to date from the ledger and the folders: {sweep: runs written}.
 
+    `restore` makes runs again that were deleted in the UI. Raises `UserError` if the server cannot be reached.
+    """
+    from runners import record
 
-def doctor(store: Path, *, rebuild: bool = False) -> list[Finding]:
-    """Check a store; with `rebuild` make the ledger anew from the folders."""
-    raise NotImplementedError
+    opened = Store.open(store)
+    uri = record.resolve_uri(opened, tracking_uri)
+    names = [sweep] if sweep else opened.sweeps()
+    plans = {name: opened.plan(name) for name in names}
+    ledger = Ledger.open(opened)
+    owner = Owner.me()
+    ledger.register(owner)
+    sent: dict[str, int] = {}
+    try:
+        ledger.release_dead()
+        for name, (revision, plan) in plans.items():
+            ledger.record_plan(plan, revision)
+            survey(opened, ledger, plan, revision, None)
+            projection = record.Projection(opened, ledger, plan, revision, uri, restore=restore)
+            if not ledger.claim_projector(projection.key, name, owner):
+                say(f"{name}: another driver is writing to MLflow now")
+                continue
+            try:
+                sent[name] = projection.project()
+            except Exception as error:
+                raise UserError(f"MLflow: {record.explain(error)}", Exit.ENVIRONMENT) from error
+            ledger.set_projector(projection.key, name, problem=None)
+    finally:
+        ledger.leave(owner)
+        ledger.close()
+    return sent

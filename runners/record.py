@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import getpass
 import logging
 import os
 import re
@@ -26,10 +25,10 @@ from typing import Any
 from runners import checkpoints
 from runners.ledger import RENEW_S, Ledger, Row
 from runners.owner import Owner
-from runners.schema import Member, Plan, Status, UserError, canonical_json, digest
+from runners.run_state import TAG, State, metric_name, user
+from runners.schema import Member, Plan, Status, UserError
 from runners.store import Store, read_points
 
-TAG = "memsweep."
 MARK = TAG + "sent"
 BATCH = 1000
 """Most metrics in one call: MLflow's own limit."""
@@ -44,7 +43,7 @@ _RUN_STATUS = {
 }
 
 
-def tracking_uri(store: Store, given: str | None) -> str:
+def resolve_uri(store: Store, given: str | None) -> str:
     """The server to write to. Raises `UserError` for a folder, which MLflow no longer takes."""
     if given is None:
         return store.mlflow_uri
@@ -54,7 +53,7 @@ def tracking_uri(store: Store, given: str | None) -> str:
     if scheme.split("+")[0] in ("http", "https", "postgresql", "mysql", "mssql", "databricks") or given == "databricks":
         return given
     raise UserError(
-        f"--tracking-uri {given}: MLflow no longer keeps runs in plain folders. Use sqlite:////absolute/path/mlflow.db, "
+        f"--tracking-uri {given}: MLflow no longer keeps runs in plain folders. Use sqlite:////absolute/mlflow.db, "
         f"a server (http://host:port), or leave it out for {store.mlflow_uri}"
     )
 
@@ -113,6 +112,7 @@ class Projection:
         self._uri, self.key, self._restore = uri, _key(store, uri), restore
         self._client: Any = None
         self._runs: dict[str, _Run] = {}
+        self._seen: dict[str, tuple[Any, ...]] = {}
 
     def project(self) -> int:
         """Send what is missing: how many runs changed. Raises what MLflow raises."""
@@ -123,9 +123,17 @@ class Projection:
         known = self._ledger.evaluations(rows)
         changed = 0
         for member in self._plan.members:
-            sent = _State(self._store, member, rows[member.trial.id], known[member.trial.id], shared[member.trial.id])
-            changed += self._send(sent)
+            trial_id = member.trial.id
+            facts = self._facts(member, rows[trial_id], known[trial_id], shared[trial_id])
+            if self._seen.get(trial_id) != facts:
+                changed += self._send(State(self._store, member, rows[trial_id], known[trial_id], shared[trial_id]))
+                self._seen[trial_id] = facts
         return changed
+
+    def _facts(self, member: Member, row: Row, slices: set[str], sweeps: list[str]) -> tuple[Any, ...]:
+        """All that a run's content depends on, cheap to have: a done trial's files are not read again."""
+        step = None if row.status.is_done else checkpoints.steps(self._store.trial_folder(row.id) / "checkpoints")[-1:]
+        return row.status, row.attempt, row.error, frozenset(slices), tuple(sweeps), str(step), member.arm, member.cell
 
     # ---- opening -----------------------------------------------------------------------------------------------
 
@@ -196,7 +204,7 @@ class Projection:
 
     # ---- one trial ---------------------------------------------------------------------------------------------
 
-    def _send(self, state: _State) -> bool:
+    def _send(self, state: State) -> bool:
         trial_id = state.member.trial.id
         run = self._runs.get(trial_id)
         if run is None:
@@ -217,7 +225,7 @@ class Projection:
         self._send_state(run, state)
         return True
 
-    def _create(self, state: _State) -> _Run:
+    def _create(self, state: State) -> _Run:
         made = self._client.create_run(
             self._experiment, start_time=state.started_ms, tags=state.first_tags(), run_name=state.name
         )
@@ -226,23 +234,21 @@ class Projection:
         self._runs[state.member.trial.id] = run
         return run
 
-    def _send_points(self, run: _Run, state: _State) -> None:
+    def _send_points(self, run: _Run, state: State) -> None:
         from mlflow.entities import Metric
 
         batch: list[Any] = []
         for step, metrics, moment in read_points(state.folder, up_to=state.step):
             if step > run.sent_step:
-                batch += [
-                    Metric(_metric_name(name), value, int(moment * 1000), step) for name, value in metrics.items()
-                ]
-                run.latest.update({_metric_name(name): value for name, value in metrics.items()})
+                batch += [Metric(metric_name(name), value, int(moment * 1000), step) for name, value in metrics.items()]
+                run.latest.update({metric_name(name): value for name, value in metrics.items()})
             if len(batch) >= BATCH - 100:
                 self._client.log_batch(run.id, metrics=batch)
                 batch = []
         if batch:
             self._client.log_batch(run.id, metrics=batch)
 
-    def _send_state(self, run: _Run, state: _State) -> None:
+    def _send_state(self, run: _Run, state: State) -> None:
         from mlflow.entities import Metric, Param, RunTag
 
         params = {name: value for name, value in state.params().items() if name not in run.params}
@@ -256,7 +262,7 @@ class Projection:
         for first in range(0, len(entities), BATCH):
             self._client.log_batch(run.id, metrics=entities[first : first + BATCH])
         run.latest.update(metrics)
-        status = _RUN_STATUS[state.status] if state.status in _RUN_STATUS else "KILLED"
+        status = _RUN_STATUS.get(state.status, "KILLED")
         if status != run.status:
             if status == "RUNNING":
                 self._client.update_run(run.id, status="RUNNING")
@@ -293,96 +299,6 @@ class _Run:
         """The last step whose points were sent in full; -1 if none was."""
         head = self.mark.partition(":")[0]
         return int(head) if head.lstrip("-").isdecimal() else -1
-
-
-class _State:
-    """What a run should say about one member now."""
-
-    def __init__(self, store: Store, member: Member, row: Row, slices: set[str], sweeps: list[str]) -> None:
-        self.member, self.row, self.status, self._store = member, row, row.status, store
-        self.folder = store.trial_folder(member.trial.id)
-        self._slices = sorted({part.id for part in member.slices} & slices)
-        self._sweeps = sweeps
-        self._result = store.result(member.trial.id) if row.status.is_done else None
-        found = checkpoints.steps(self.folder / "checkpoints") if self._result is None else []
-        self.step: int | None = self._result["step"] if self._result else (found[-1] if found else None)
-        facts = [row.status, row.attempt, row.error, self._slices, sweeps, member.arm, member.cell]
-        self.mark = f"{-1 if self.step is None else self.step}:{digest(facts)}"
-
-    @property
-    def name(self) -> str:
-        return f"{self.member.cell} seed={self.member.trial.seed}"
-
-    @property
-    def started_ms(self) -> int:
-        return _mtime_ms(self.folder / "settings.json") or int(time.time() * 1000)
-
-    @property
-    def ended_ms(self) -> int | None:
-        times = [self.folder / "result.json", *(self.folder / "evals" / f"{part}.json" for part in self._slices)]
-        times.append(self.folder / "attempts" / str(self.row.attempt) / "outcome.json")
-        return max((moment for path in times if (moment := _mtime_ms(path))), default=None)
-
-    def first_tags(self) -> dict[str, str]:
-        member = self.member
-        return {
-            TAG + "kind": "trial",
-            TAG + "trial_id": member.trial.id,
-            TAG + "store": self._store.uuid,
-            "mlflow.source.name": "memsweep",
-            "mlflow.source.type": "LOCAL",
-            "mlflow.user": _user(),
-        }
-
-    def tags(self) -> dict[str, str]:
-        member, row = self.member, self.row
-        tags = {"status": row.status.value, "arm": member.arm, "cell": member.cell, "seed": str(member.trial.seed)}
-        tags |= {"attempt": str(row.attempt), "shared": ", ".join(self._sweeps) if len(self._sweeps) > 1 else ""}
-        tags |= {"failure": row.failure or "", "error": (row.error or "")[:1000]}
-        text = f"Trial `{member.trial.id}`: {self.name}. State of one sequence: {member.state_bytes:,} bytes."
-        found = {TAG + name: value for name, value in tags.items()} | {"mlflow.note.content": text}
-        if self._result:
-            stamp = self._result["stamp"]
-            found |= {TAG + name: str(stamp[name]) for name in ("device", "fingerprint", "memsweep") if stamp.get(name)}
-            if stamp.get("commit"):
-                found["mlflow.source.git.commit"] = stamp["commit"].removesuffix("+changed")
-        return found
-
-    def params(self) -> dict[str, str]:
-        """What varies first, by its short name where that is clear, then every setting by its path."""
-        member = self.member
-        params = {"arm": member.arm, "seed": str(member.trial.seed)}
-        params |= {_param_name(path): _param_value(value) for path, value in member.varying.items()}
-        for path, value in _flat(member.trial.settings()):
-            if path not in ("id", "seed"):
-                params.setdefault(_param_name(path), _param_value(value))
-        return params
-
-    def final_metrics(self) -> dict[str, float]:
-        metrics: dict[str, float] = {"state_bytes": float(self.member.state_bytes)}
-        if self._result is None:
-            return metrics
-        for name in ("n_params", "tokens", "wall_s", "peak_mem_bytes"):
-            if self._result.get(name) is not None:
-                metrics[name] = float(self._result[name])
-        sets: dict[str, list[float]] = {}
-        for part in self.member.slices:
-            if self.status == Status.DIVERGED:
-                scores: Mapping[str, float] = part.chance
-            else:
-                row = self._store.evaluation(self.member.trial.id, part.id) if part.id in self._slices else None
-                scores = row["metrics"] if row else {}
-            for name, value in scores.items():
-                if name != "n":
-                    sets.setdefault(f"{part.set}/{name}", []).append(value)
-                    if part.label:
-                        metrics[_metric_name(f"{part.set}/{name}/{part.label}")] = value
-        sizes: dict[str, int] = {}
-        for part in self.member.slices:
-            sizes[part.set] = sizes.get(part.set, 0) + 1
-        # A mean over some of the slices would look like the mean over all.
-        whole = {n: v for n, v in sets.items() if len(v) == sizes[n.partition("/")[0]]}
-        return metrics | {_metric_name(name): sum(values) / len(values) for name, values in whole.items()}
 
 
 class Projector(threading.Thread):
@@ -437,30 +353,38 @@ class Projector(threading.Thread):
 
 
 def log_report(
-    store: Store, sweep: str, folder: Path, tags: Mapping[str, str], *, given_uri: str | None = None
+    store: Store, plan: Plan, revision: int, folder: Path, tags: Mapping[str, str], *, tracking_uri: str | None = None
 ) -> str | None:
     """Put the report in `folder` on the sweep's summary run (made if missing). None, or why it could not be."""
+    uri = resolve_uri(store, tracking_uri)
     try:
-        uri = tracking_uri(store, given_uri)
         client = make_client(uri)
-        experiment = client.get_experiment_by_name(sweep)
+        experiment = client.get_experiment_by_name(plan.sweep)
         if experiment is None or experiment.lifecycle_stage == "deleted":
-            return f"there is no MLflow experiment {sweep!r}"
-        query = f"tags.`{TAG}kind` = 'summary'"
-        found = client.search_runs([experiment.experiment_id], query, max_results=1)
-        first = {TAG + "kind": "summary", "mlflow.source.name": "memsweep", "mlflow.user": _user()}
-        run_id = (
-            found[0] if found else client.create_run(experiment.experiment_id, tags=first, run_name="summary")
-        ).info.run_id
+            return f"there is no MLflow experiment {plan.sweep!r}, `sweep sync` makes it"
+        with _set_up_lock(uri):
+            run_id = _summary_run(client, experiment.experiment_id)
         client.log_artifacts(run_id, str(folder), "report")
-        for name, value in tags.items():
+        told = {
+            TAG + "revision": str(revision),
+            TAG + "spec_hash": plan.spec_hash,
+            "mlflow.note.content": plan.question,
+        }
+        for name, value in (told | dict(tags)).items():
             client.set_tag(run_id, name, str(value)[:5000])
         client.set_terminated(run_id, "FINISHED")
-    except UserError:
-        raise
     except Exception as error:
         return explain(error)
     return None
+
+
+def _summary_run(client: Any, experiment_id: str) -> str:
+    found = client.search_runs([experiment_id], f"tags.`{TAG}kind` = 'summary'", max_results=1)
+    if found:
+        return str(found[0].info.run_id)
+    tags = {TAG + "kind": "summary", "mlflow.source.name": "memsweep", "mlflow.source.type": "LOCAL"}
+    made = client.create_run(experiment_id, tags=tags | {"mlflow.user": user()}, run_name="summary")
+    return str(made.info.run_id)
 
 
 def explain(error: Exception) -> str:
@@ -481,39 +405,3 @@ def _all_runs(client: Any, experiment_id: str) -> list[Any]:
         token = page.token
         if not token:
             return runs
-
-
-def _flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{at}.{key}" if at else str(key))
-    else:
-        yield at, value
-
-
-def _param_name(path: str) -> str:
-    return re.sub(r"[^\w\-./ :]", "_", path)[:250]
-
-
-def _param_value(value: Any) -> str:
-    """Canonical text; a long one keeps its start and a digest of the whole, so that equal means equal."""
-    text = value if isinstance(value, str) else canonical_json(value)
-    return text if len(text) <= 500 else f"{text[:460]}… sha256 {digest(text)}"
-
-
-def _metric_name(name: str) -> str:
-    return re.sub(r"[^\w\-./ :]", "_", name).strip("/")[:250]
-
-
-def _mtime_ms(path: Path) -> int | None:
-    try:
-        return int(path.stat().st_mtime * 1000)
-    except FileNotFoundError:
-        return None
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "unknown"

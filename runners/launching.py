@@ -1,0 +1,375 @@
+"""One launch at work: claim trials one by one, hand them to an executor, write how they ended.
+
+It holds three things besides: a thread that renews its leases, a thread that projects to MLflow, and a line for the
+person who waits. Two drivers on one store share the work; each waits for what the other holds, and takes over what it
+drops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runners.ledger import LEASE_S, RENEW_S, Ledger
+from runners.owner import Owner
+from runners.progress import Display, Tally
+from runners.resources import Share, make_executor
+from runners.schema import Exit, Failure, Job, Member, Outcome, Plan, Status, UserError
+from runners.store import Store
+from runners.survey import Found, Need, counts, need, survey
+
+Say = Callable[[str], None]
+"""Takes one line for the user (no line break). Nothing here prints by itself."""
+
+CHECKPOINT_EVERY_S = 60.0
+_LOOK_ELSEWHERE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Failed:
+    """One trial that failed, in this launch or before."""
+
+    trial: str
+    cell: str
+    seed: int
+    kind: str
+    error: str
+    log: Path
+
+
+@dataclass
+class Summary:
+    """What a launch did. `counts` is by status over the members selected; `ran` were trained, `evaluated` only that."""
+
+    sweep: str
+    revision: int
+    counts: dict[str, int]
+    ran: int
+    evaluated: int
+    skipped: int
+    failures: list[Failed] = field(default_factory=list)
+    exit_code: int = 0
+    seconds: float = 0.0
+    backlog: str | None = None
+    """Why MLflow is not up to date, or None if it is."""
+
+
+class Launch:
+    """One launch. Its queue and counts are touched by the executor's thread and the main one, under `_lock`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        ledger: Ledger,
+        owner: Owner,
+        given: Share,
+        only: frozenset[str] | None,
+        failed: bool,
+        say: Say,
+    ) -> None:
+        self.plan, self.store, self.ledger, self.owner = plan, store, ledger, owner
+        self.given, self.only, self.failed, self.say = given, only, failed, say
+        self._lock = threading.RLock()
+        self._queue: deque[Member] = deque()
+        self._elsewhere: dict[str, Member] = {}
+        self._running: dict[str, tuple[Member, Need, int]] = {}
+        self._failures: dict[str, Failed] = {}
+        self._tries: Counter[tuple[str, Failure]] = Counter()
+        self._ran: set[str] = set()
+        self._evaluated: set[str] = set()
+        self._done = 0
+        self._worked = 0.0
+        self._stopped_by: str | None = None
+        self._signal: str | None = None
+        self._looked = 0.0
+        self._began = time.monotonic()
+        self.revision = 0
+
+    def run(self, executor: str, tracking_uri: str | None, tty: bool) -> Summary:
+        from runners import record
+
+        found = self._prepare()
+        uri = record.resolve_uri(self.store, tracking_uri)
+        projection = record.Projection(self.store, self.ledger, self.plan, self.revision, uri)
+        projector = record.Projector(projection, self.ledger, self.owner, self.say)
+        skipped = sum(item.need == Need.NOTHING for item in found)
+        if self._queue or self._elsewhere:
+            projector.start()
+            with Display(self.say, tty) as self._display, self._signals(), self._leases():
+                self._work(executor)
+        backlog = projector.finish()
+        return self._summary(skipped, backlog)
+
+    # ---- before ------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> list[Found]:
+        for owner in self.ledger.release_dead():
+            self.say(f"taking over from {owner}, which ended without a word")
+        _sweep_scratch(self.store)
+        self.revision, is_new = self.store.freeze(self.plan)
+        self.ledger.record_plan(self.plan, self.revision)
+        if is_new and self.revision > 1:
+            self._tell_dropped()
+        found = survey(self.store, self.ledger, self.plan, self.revision, self.only)
+        for item in found:
+            self._sort(item)
+        self._total = len(found)
+        self._tell_start(found)
+        if self.plan.spec.get("retry", {}).get("oom") == "split":
+            self.say("note: retry.oom: split is not there yet; a trial that runs out of memory fails")
+        return found
+
+    def _tell_dropped(self) -> None:
+        _, before = self.store.plan(self.plan.sweep, self.revision - 1)
+        dropped = {m.trial.id for m in before.members} - {m.trial.id for m in self.plan.members}
+        if dropped:
+            self.say(f"{len(dropped)} trials of revision {self.revision - 1} are no longer planned; their results stay")
+
+    def _sort(self, item: Found) -> None:
+        """Put a member where it belongs: done, held by another driver, failed for good, or to run."""
+        member, row = item.member, item.row
+        if item.need == Need.NOTHING:
+            self._done += 1
+        elif row.owner is not None and row.owner != self.owner.uuid:
+            self._elsewhere[member.trial.id] = member
+        elif row.status == Status.FAILED and not self.failed:
+            self._failures[member.trial.id] = self._failed(member, row.attempt, row.failure, row.error)
+        else:
+            self._queue.append(member)
+
+    def _tell_start(self, found: list[Found]) -> None:
+        needs = Counter(item.need for item in found)
+        todo = len(self._queue)
+        head = f"{self.plan.sweep} revision {self.revision}: {len(found)} trials, {needs[Need.NOTHING]} already done"
+        if not todo and not self._elsewhere:
+            self.say(f"{head}: 0 to run" + (f", {len(self._failures)} failed before" if self._failures else ""))
+            return
+        parts = [f"{todo} to run"]
+        if needs[Need.EVALUATE]:
+            parts.append(f"{needs[Need.EVALUATE]} of them only to evaluate")
+        if needs[Need.RETRAIN]:
+            parts.append(f"{needs[Need.RETRAIN]} of them to train again (their final weights are gone)")
+        again = sum(item.row.status == Status.FAILED for item in found if item.need != Need.NOTHING)
+        if again and self.failed:
+            parts.append(f"{again} of them failed before")
+        if self._elsewhere:
+            parts.append(f"{len(self._elsewhere)} in another driver's hands")
+        self.say(f"{head}, {', '.join(parts)}; {self.given}")
+
+    # ---- at work -----------------------------------------------------------------------------------------------
+
+    def _work(self, executor: str) -> None:
+        self._began = time.monotonic()
+        with make_executor(executor, self.given, self.store) as runner:
+            while not self._stopped_by:
+                runner.run(self.next_job, self.done, should_stop=self.should_stop, tick=self.tick)
+                self._look_elsewhere()
+                if not self._queue and not self._elsewhere:
+                    return
+                if not self._queue:
+                    self.tick()
+                    time.sleep(0.2)
+
+    def should_stop(self) -> bool:
+        return self._stopped_by is not None
+
+    def tick(self) -> None:
+        if self._signal:
+            self.say(f"{self._signal}: stopping at a checkpoint; the same command goes on from there (again: at once)")
+            self._signal = None
+        self._display.show(self._tally)
+
+    def next_job(self) -> Job | None:
+        """Claim the next trial that is free. None if there is none for now."""
+        with self._lock:
+            self._look_elsewhere()
+            while self._queue and not self._stopped_by:
+                member = self._queue.popleft()
+                job = self._claim(member)
+                if job is not None:
+                    return job
+            return None
+
+    def _claim(self, member: Member) -> Job | None:
+        trial_id = member.trial.id
+        attempt = self.ledger.claim(trial_id, self.owner, above=self.store.last_attempt(trial_id))
+        if attempt is None:
+            self._elsewhere[trial_id] = member
+            return None
+        missing = need(self.store, member)
+        if missing == Need.NOTHING:  # another driver was faster
+            self._finish(member, Outcome(trial_id, attempt, Status((self.store.result(trial_id) or {})["status"])))
+            self._done += 1
+            return None
+        try:
+            self.store.check_settings(member.trial)
+        except UserError:
+            self._finish(member, Outcome(trial_id, attempt, Status.INTERRUPTED))
+            self._stopped_by = "collision"
+            raise
+        self._running[trial_id] = (member, missing, attempt)
+        return Job(
+            trial=member.trial,
+            attempt=attempt,
+            slices=member.slices,
+            folder=str(self.store.trial_folder(trial_id)),
+            device=self.given.device,
+            threads=self.given.threads,
+            checkpoint_every_s=CHECKPOINT_EVERY_S,
+        )
+
+    def done(self, outcome: Outcome) -> None:
+        """Write how a job ended; tell a failure at once; queue it again if the plan allows."""
+        with self._lock:
+            member, missing, _ = self._running.pop(outcome.trial_id)
+            if not self._finish(member, outcome):
+                self._elsewhere[outcome.trial_id] = member  # a newer attempt has it
+            elif outcome.status.is_done:
+                self._done += 1
+                self._worked += 1
+                (self._evaluated if missing == Need.EVALUATE else self._ran).add(outcome.trial_id)
+            elif outcome.status == Status.FAILED:
+                self._worked += 1
+                self._tell_failure(member, outcome)
+            elif not self._stopped_by:  # lost its lease, or stopped by hand: see who has it
+                self._elsewhere[outcome.trial_id] = member
+        self._display.show(self._tally, now=self._done + len(self._failures) == self._total)
+
+    def _finish(self, member: Member, outcome: Outcome) -> bool:
+        missing = {part.id for part in self.store.missing_slices(member.trial.id, member.slices)}
+        return self.ledger.finish(outcome, [part.id for part in member.slices if part.id not in missing])
+
+    def _tell_failure(self, member: Member, outcome: Outcome) -> None:
+        kind = outcome.failure or Failure.ERROR
+        allowed = self.plan.retry.get(kind.value)
+        key = (outcome.trial_id, kind)
+        found = self._failed(member, outcome.attempt, kind, outcome.error)
+        again = ""
+        if isinstance(allowed, int) and self._tries[key] < allowed:
+            self._tries[key] += 1
+            self._queue.append(member)
+            again = f"; trying again ({self._tries[key]} of {allowed})"
+        else:
+            self._failures[outcome.trial_id] = found
+        self.say(f"failed ({kind}): {found.cell}, seed {found.seed}: {found.error}{again}\n  log: {found.log}")
+
+    def _failed(self, member: Member, attempt: int, kind: str | None, error: str | None) -> Failed:
+        log = self.store.trial_folder(member.trial.id) / "attempts" / str(attempt) / "log.txt"
+        return Failed(member.trial.id, member.cell, member.trial.seed, kind or "error", error or "", log)
+
+    def _look_elsewhere(self) -> None:
+        """See what became of trials that other drivers hold; take over what they dropped."""
+        now = time.monotonic()
+        with self._lock:
+            if not self._elsewhere or now - self._looked < _LOOK_ELSEWHERE_S:
+                return
+            self._looked = now
+            self.ledger.release_dead()
+            for trial_id, member in list(self._elsewhere.items()):
+                row = self.ledger.row(trial_id)
+                if row is None or row.owner not in (None, self.owner.uuid):
+                    continue
+                del self._elsewhere[trial_id]
+                if row.status == Status.FAILED:
+                    self._failures[trial_id] = self._failed(member, row.attempt, row.failure, row.error)
+                elif need(self.store, member) == Need.NOTHING:
+                    self._done += 1
+                else:
+                    self._queue.append(member)
+
+    def _tally(self) -> Tally:
+        with self._lock:
+            running = {}
+            for trial_id, (member, _, attempt) in self._running.items():
+                live = self.store.progress(trial_id)
+                mine = live is not None and live["attempt"] == attempt
+                running[f"{member.cell} seed={member.trial.seed}"] = (
+                    live["step"] / live["steps"] if live and mine else 0.0
+                )
+            worked = self._worked + sum(running.values())
+            seconds = time.monotonic() - self._began
+            return Tally(self._total, self._done, len(self._failures), running, seconds, worked)
+
+    @contextlib.contextmanager
+    def _leases(self) -> Iterator[None]:
+        """Renew every RENEW_S; when that has not worked for LEASE_S, stop: others may take the trials."""
+        over = threading.Event()
+
+        def renew() -> None:
+            renewed = time.monotonic()
+            while not over.wait(RENEW_S):
+                try:
+                    self.ledger.renew(self.owner)
+                    renewed = time.monotonic()
+                except Exception as error:
+                    if time.monotonic() - renewed > LEASE_S and not self._stopped_by:
+                        self._stopped_by = "lease"
+                        self.say(f"the ledger could not be reached for {LEASE_S:.0f} s ({error}): stopping the trials")
+
+        thread = threading.Thread(target=renew, name="leases", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(5)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first signal stops at a checkpoint, a second one at once. Only the main thread may listen."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, _frame: Any) -> None:
+            if self._stopped_by == "signal":
+                raise KeyboardInterrupt
+            self._stopped_by = "signal"
+            self._signal = signal.Signals(number).name  # said by tick(): a handler may interrupt a print
+
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, stop) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # ---- after -------------------------------------------------------------------------------------------------
+
+    def _summary(self, skipped: int, backlog: str | None) -> Summary:
+        found = survey(self.store, self.ledger, self.plan, self.revision, self.only)
+        totals = counts(found)
+        is_whole = sum(item.need == Need.NOTHING for item in found) == len(found)
+        code = Exit.INTERRUPTED if self._stopped_by == "signal" else Exit.OK if is_whole else Exit.FAILED
+        return Summary(
+            self.plan.sweep,
+            self.revision,
+            totals,
+            ran=len(self._ran),
+            evaluated=len(self._evaluated),
+            skipped=skipped,
+            failures=list(self._failures.values()),
+            exit_code=code,
+            seconds=time.monotonic() - self._began,
+            backlog=backlog,
+        )
+
+
+def _sweep_scratch(store: Store) -> None:
+    """Remove what killed drivers of this machine left: Tune's files, of no use to anybody."""
+    for path in store.root.glob(".ray-*"):
+        pid = path.name.split("-")[1]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(path, ignore_errors=True)

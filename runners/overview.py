@@ -1,0 +1,196 @@
+"""A store looked at: what `sweep status` and `sweep doctor` show. Status only reads, also where it may not write."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from runners.ledger import Ledger, Row
+from runners.owner import Owner
+from runners.schema import Member, Status, UserError
+from runners.store import Store
+
+LOW_DISK_BYTES = 500 * 2**20
+
+
+@dataclass(frozen=True)
+class TrialStatus:
+    """One line of `sweep status`. `step` and `metrics` are live while the trial runs, else those of its result."""
+
+    trial: str
+    arm: str
+    cell: str
+    seed: int
+    status: str
+    attempt: int
+    failure: str | None
+    error: str | None
+    step: int | None
+    steps: int | None
+    metrics: dict[str, float]
+    log: Path | None
+
+
+@dataclass(frozen=True)
+class SweepStatus:
+    """What `sweep status NAME` shows. `backlog` says why MLflow lags, None if it does not."""
+
+    sweep: str
+    revision: int
+    question: str
+    counts: dict[str, int]
+    trials: list[TrialStatus]
+    drivers: list[str]
+    backlog: str | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing `sweep doctor` looked at. `level` is ok, note or problem."""
+
+    level: str
+    what: str
+    remedy: str = ""
+
+
+def status(store: Path, sweep: str | None = None) -> list[SweepStatus]:
+    """Where each sweep (or one) stands, from the ledger and the folders. Changes nothing."""
+    opened = Store.open(store)
+    if sweep is not None:
+        opened.plan(sweep)  # an unknown name is told with those there are
+    if not _has_ledger(opened):
+        return [_sweep_status(opened, None, name) for name in ([sweep] if sweep else opened.sweeps())]
+    ledger = Ledger.open(opened, read_only=True)
+    try:
+        return [_sweep_status(opened, ledger, name) for name in ([sweep] if sweep else opened.sweeps())]
+    finally:
+        ledger.close()
+
+
+def _has_ledger(store: Store) -> bool:
+    url = store.ledger_url()
+    return not url.startswith("sqlite:///") or Path(url.removeprefix("sqlite:///")).exists()
+
+
+def _sweep_status(store: Store, ledger: Ledger | None, sweep: str) -> SweepStatus:
+    revision, plan = store.plan(sweep)
+    rows = ledger.rows(sweep, revision) if ledger else {}
+    trials = [_trial_status(store, member, rows.get(member.trial.id)) for member in plan.members]
+    counts: dict[str, int] = {}
+    for trial in trials:
+        counts[trial.status] = counts.get(trial.status, 0) + 1
+    holders = {row.owner for row in rows.values() if row.owner}
+    drivers = [str(owner) for owner in (ledger.drivers() if ledger else []) if _is_alive(owner, holders)]
+    problems = ledger.problems(sweep) if ledger else []
+    return SweepStatus(sweep, revision, plan.question, counts, trials, drivers, problems[0] if problems else None)
+
+
+def _is_alive(owner: Owner, holders: set[str]) -> bool:
+    return owner.uuid in holders and not owner.is_dead()
+
+
+def _trial_status(store: Store, member: Member, row: Row | None) -> TrialStatus:
+    """A result on disk counts even if no driver has taken it into the ledger yet."""
+    trial_id = member.trial.id
+    result = store.result(trial_id)
+    attempt = row.attempt if row else store.last_attempt(trial_id)
+    state = row.status if row else Status.INTERRUPTED if attempt else Status.PLANNED
+    step = steps = None
+    metrics: dict[str, float] = {}
+    if result is not None:
+        step, metrics = result["step"], dict(result["metrics"])
+        if state != Status.RUNNING:
+            state = Status(result["status"])
+        for part in member.slices:
+            scores = (store.evaluation(trial_id, part.id) or {}).get("metrics", {})
+            name = f"{part.set}/{part.label}" if part.label else part.set
+            metrics = {f"{name}/{key}": value for key, value in scores.items() if key != "n"} | metrics
+        if state == Status.COMPLETE and store.missing_slices(trial_id, member.slices):
+            state = Status.PLANNED
+    elif state == Status.RUNNING and (live := store.progress(trial_id)):
+        step, steps, metrics = live["step"], live["steps"], live["metrics"]
+    elif state.is_done:
+        state = Status.PLANNED  # its folder was taken away
+    log = store.trial_folder(trial_id) / "attempts" / str(attempt) / "log.txt" if attempt else None
+    seed, is_failed = member.trial.seed, state == Status.FAILED
+    failure, error = (row.failure, row.error) if row and is_failed else (None, None)
+    return TrialStatus(
+        trial_id, member.arm, member.cell, seed, state.value, attempt, failure, error, step, steps, metrics, log
+    )
+
+
+def doctor(store: Path, *, rebuild: bool = False) -> list[Finding]:
+    """Check a store's files against its ledger; with `rebuild` make the ledger anew from the folders."""
+    opened = Store.open(store)
+    found = [Finding("ok", f"store {opened.root}, uuid {opened.uuid}")]
+    free = shutil.disk_usage(opened.root).free
+    if free < LOW_DISK_BYTES:
+        found.append(Finding("problem", f"only {free / 2**20:.0f} MiB are free", "make room, or move the store"))
+    try:
+        ledger = Ledger.open(opened)
+    except UserError as error:
+        return [*found, Finding("problem", str(error))]
+    try:
+        if rebuild:
+            counted = ledger.rebuild(opened)
+            numbers = ", ".join(f"{n} {what}" for what, n in counted.items())
+            found.append(Finding("ok", f"ledger made again from the folders: {numbers}"))
+        found += _check_drivers(ledger)
+        found += [finding for sweep in opened.sweeps() for finding in _check_sweep(opened, ledger, sweep)]
+        found += _check_litter(opened)
+    finally:
+        ledger.close()
+    return found
+
+
+def _check_drivers(ledger: Ledger) -> list[Finding]:
+    found = []
+    for owner in ledger.drivers():
+        if owner.is_dead():
+            remedy = "the next launch or sync takes its trials over"
+            found.append(Finding("note", f"a driver ended without a word: {owner}", remedy))
+        else:
+            found.append(Finding("note", f"a driver is at work, or was on another machine: {owner}"))
+    return found
+
+
+def _check_sweep(store: Store, ledger: Ledger, sweep: str) -> list[Finding]:
+    revision, plan = store.plan(sweep)
+    rows = ledger.rows(sweep, revision)
+    found = []
+    torn = lost = unknown = 0
+    for member in plan.members:
+        folder, row = store.trial_folder(member.trial.id), rows.get(member.trial.id)
+        result = store.result(member.trial.id)
+        torn += result is None and (folder / "result.json").exists()
+        torn += sum(
+            (folder / "evals" / f"{part.id}.json").exists()
+            for part in store.missing_slices(member.trial.id, member.slices)
+        )
+        lost += result is None and row is not None and row.status.is_done
+        unknown += result is not None and (row is None or not (row.status.is_done or row.owner))
+    name = f"sweep {sweep}, revision {revision}"
+    if torn:
+        found.append(Finding("note", f"{name}: {torn} results cannot be read", "the next launch runs them again"))
+    if lost:
+        found.append(Finding("note", f"{name}: {lost} results are gone from the folders", "the next launch runs them"))
+    if unknown:
+        remedy = "the next launch or `sweep doctor --rebuild` takes them in"
+        found.append(Finding("note", f"{name}: {unknown} results are not in the ledger", remedy))
+    if plan.members and not rows:
+        found.append(Finding("problem", f"{name} is not in the ledger", "run `sweep doctor --rebuild`"))
+    if problems := ledger.problems(sweep):
+        found.append(Finding("note", f"{name}: MLflow is behind ({problems[0]})", "`sweep sync` catches up"))
+    return found or [Finding("ok", f"{name}: {len(plan.members)} trials, files and ledger agree")]
+
+
+def _check_litter(store: Store) -> list[Finding]:
+    """Scratch folders of drivers that were killed. The next launch removes those whose process is gone."""
+    litter = [path.name for path in store.root.glob(".ray-*") if not os.path.exists(f"/proc/{path.name.split('-')[1]}")]
+    return (
+        [Finding("note", f"{len(litter)} scratch folders of killed drivers", "the next launch removes them")]
+        if litter
+        else []
+    )

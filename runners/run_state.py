@@ -1,0 +1,143 @@
+"""What a run in MLflow should say about one trial: pure reading of the plan, the ledger's row and the folder."""
+
+from __future__ import annotations
+
+import getpass
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from runners import checkpoints
+from runners.ledger import Row
+from runners.schema import Member, Status, canonical_json, digest
+from runners.store import Store
+
+TAG = "memsweep."
+
+
+class State:
+    """What a run should say about one member now."""
+
+    def __init__(self, store: Store, member: Member, row: Row, slices: set[str], sweeps: list[str]) -> None:
+        self.member, self.row, self.status, self._store = member, row, row.status, store
+        self.folder = store.trial_folder(member.trial.id)
+        self._slices = sorted({part.id for part in member.slices} & slices)
+        self._sweeps = sweeps
+        self._result = store.result(member.trial.id) if row.status.is_done else None
+        found = checkpoints.steps(self.folder / "checkpoints") if self._result is None else []
+        self.step: int | None = self._result["step"] if self._result else (found[-1] if found else None)
+        facts = [row.status, row.attempt, row.error, self._slices, sweeps, member.arm, member.cell]
+        self.mark = f"{-1 if self.step is None else self.step}:{digest(facts)}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.member.cell} seed={self.member.trial.seed}"
+
+    @property
+    def started_ms(self) -> int:
+        return _mtime_ms(self.folder / "settings.json") or int(time.time() * 1000)
+
+    @property
+    def ended_ms(self) -> int | None:
+        times = [self.folder / "result.json", *(self.folder / "evals" / f"{part}.json" for part in self._slices)]
+        times.append(self.folder / "attempts" / str(self.row.attempt) / "outcome.json")
+        return max((moment for path in times if (moment := _mtime_ms(path))), default=None)
+
+    def first_tags(self) -> dict[str, str]:
+        member = self.member
+        return {
+            TAG + "kind": "trial",
+            TAG + "trial_id": member.trial.id,
+            TAG + "store": self._store.uuid,
+            "mlflow.source.name": "memsweep",
+            "mlflow.source.type": "LOCAL",
+            "mlflow.user": user(),
+        }
+
+    def tags(self) -> dict[str, str]:
+        member, row = self.member, self.row
+        tags = {"status": row.status.value, "arm": member.arm, "cell": member.cell, "seed": str(member.trial.seed)}
+        tags |= {"attempt": str(row.attempt), "shared": ", ".join(self._sweeps) if len(self._sweeps) > 1 else ""}
+        tags |= {"failure": row.failure or "", "error": (row.error or "")[:1000]}
+        text = f"Trial `{member.trial.id}`: {self.name}. State of one sequence: {member.state_bytes:,} bytes."
+        found = {TAG + name: value for name, value in tags.items()} | {"mlflow.note.content": text}
+        if self._result:
+            stamp = self._result["stamp"]
+            found |= {TAG + name: str(stamp[name]) for name in ("device", "fingerprint", "memsweep") if stamp.get(name)}
+            if stamp.get("commit"):
+                found["mlflow.source.git.commit"] = stamp["commit"].removesuffix("+changed")
+        return found
+
+    def params(self) -> dict[str, str]:
+        """What varies first, by its short name where that is clear, then every setting by its path."""
+        member = self.member
+        params = {"arm": member.arm, "seed": str(member.trial.seed)}
+        params |= {_param_name(path): _param_value(value) for path, value in member.varying.items()}
+        for path, value in _flat(member.trial.settings()):
+            if path not in ("id", "seed"):
+                params.setdefault(_param_name(path), _param_value(value))
+        return params
+
+    def final_metrics(self) -> dict[str, float]:
+        metrics: dict[str, float] = {"state_bytes": float(self.member.state_bytes)}
+        if self._result is None:
+            return metrics
+        for name in ("n_params", "tokens", "wall_s", "peak_mem_bytes"):
+            if self._result.get(name) is not None:
+                metrics[name] = float(self._result[name])
+        sets: dict[str, list[float]] = {}
+        for part in self.member.slices:
+            if self.status == Status.DIVERGED:
+                scores: Mapping[str, float] = part.chance
+            else:
+                row = self._store.evaluation(self.member.trial.id, part.id) if part.id in self._slices else None
+                scores = row["metrics"] if row else {}
+            for name, value in scores.items():
+                if name != "n":
+                    sets.setdefault(f"{part.set}/{name}", []).append(value)
+                    if part.label:
+                        metrics[metric_name(f"{part.set}/{name}/{part.label}")] = value
+        sizes: dict[str, int] = {}
+        for part in self.member.slices:
+            sizes[part.set] = sizes.get(part.set, 0) + 1
+        # A mean over some of the slices would look like the mean over all.
+        whole = {n: v for n, v in sets.items() if len(v) == sizes[n.partition("/")[0]]}
+        return metrics | {metric_name(name): sum(values) / len(values) for name, values in whole.items()}
+
+
+def _flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{at}.{key}" if at else str(key))
+    else:
+        yield at, value
+
+
+def _param_name(path: str) -> str:
+    return re.sub(r"[^\w\-./ :]", "_", path)[:250]
+
+
+def _param_value(value: Any) -> str:
+    """Canonical text; a long one keeps its start and a digest of the whole, so that equal means equal."""
+    text = value if isinstance(value, str) else canonical_json(value)
+    return text if len(text) <= 500 else f"{text[:460]}… sha256 {digest(text)}"
+
+
+def metric_name(name: str) -> str:
+    return re.sub(r"[^\w\-./ :]", "_", name).strip("/")[:250]
+
+
+def _mtime_ms(path: Path) -> int | None:
+    try:
+        return int(path.stat().st_mtime * 1000)
+    except FileNotFoundError:
+        return None
+
+
+def user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"
