@@ -1,0 +1,307 @@
+"""Tables in, charts out: what a figure shows is decided by what the sweep varies.
+
+Every seed is a point and every median a mark; one colour and one mark shape a family, the same in every figure. Colours
+are Okabe and Ito's, which people with colour-blindness tell apart. A figure with nothing to show is not made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from dashboards.compare import Comparison, bounds_of
+from dashboards.forest import forests
+from dashboards.labels import Labels, is_number, nearly
+from dashboards.style import BYTES_LABEL, COLOURS, GREY, SHAPES, Chart, Figure
+from dashboards.table import Results, chance
+from runners.schema import Plan
+
+MAX_PANELS = 9
+MAX_CURVE_POINTS = 100
+MAX_CURVES = 150
+"""More trials than this and learning curves show the median of each cell only."""
+LOAD_FIRST = ("n_pairs", "seq_len")
+"""Task settings that make a task harder, the one to put on the x axis first."""
+WIDE, PANEL = (420, 280), (270, 220)
+"""Width and height of a figure of one panel, and of each of several, in pixels."""
+LABELS = ("family", "series", "size", "condition")
+
+
+def draw(plan: Plan, results: Results, comparisons: Sequence[Comparison], provenance: str) -> list[Figure]:
+    """Every figure of the sweep that has something to show; `provenance` ends each caption."""
+    painter = Painter(plan, results, provenance)
+    found = [painter.state(), painter.load(), *forests(comparisons, provenance), *painter.learning()]
+    return [figure for figure in found if figure is not None]
+
+
+class Painter:
+    """Draws the figures of one sweep."""
+
+    def __init__(self, plan: Plan, results: Results, provenance: str) -> None:
+        self.plan, self.results, self.provenance = plan, results, provenance
+        self.labels = Labels(plan)
+        self.set, self.metric = main_metric(plan)
+        self.column = f"{self.set}/{self.metric}"
+        self.bounds = bounds_of(plan, self.metric)
+        named = [[getattr(self.labels, name)(member) for name in LABELS] for member in plan.members]
+        names = pd.DataFrame(named, columns=list(LABELS), index=results.members.index)
+        self.members = pd.concat([results.members, names], axis=1)
+        self.who = self.members[["trial", "arm", *LABELS]].drop_duplicates()
+
+    def state(self) -> Figure | None:
+        """The field's figure: the score against the bytes of state, one panel a task setting."""
+        if self.column not in self.members:
+            return None
+        data = self.members.assign(value=self.members[self.column])
+        data = data[data["value"].notna()]
+        if data["state_bytes"].nunique() < 2:
+            return None
+        data = spread(data, "state_bytes", self.labels.families)
+        ticks = powers(data["state_bytes"].min(), data["state_bytes"].max())
+        x = log_axis("state carried for one sequence (log scale)", alt.Axis(values=ticks, labelExpr=BYTES_LABEL))
+        data = data[["x", "value", "family", "series", "size", "condition", "seed", "state_bytes"]]
+        medians = data.groupby("family", sort=False)["value"].median()
+        return Figure(
+            "state",
+            f"{title(self.metric).capitalize()} against state",
+            f"{title(self.column)} against bytes of state. Median over all that is shown: {_by_family(medians)}.",
+            f"{title(self.column).capitalize()} against the state that decoding carries, all layers. {count(data)} "
+            f"{_MARKS} Families that share a state are set apart sideways.{self._tail(True)}",
+            self._panels(self._marks(data, x, ["x", "family", "condition"]), data),
+            self._width(data),
+        )
+
+    def load(self) -> Figure | None:
+        """The score against the load (pairs, else length, else another task number); panels for what else varies."""
+        data = self.results.scores
+        if self.metric not in data:
+            return None
+        data = data[(data["set"] == self.set) & data[self.metric].notna()]
+        data = data.merge(self.who, on=["trial", "arm"]).rename(columns={self.metric: "value"})
+        loads = sorted((c for c in map(str, data.columns) if _is_load(c, data)), key=_load_rank)
+        if not loads:
+            return None
+        load, name = loads[0], loads[0].removeprefix("eval.")
+        data = _set_panels(data, load, loads[1:])
+        ticks = sorted(data[load].unique().tolist())
+        logarithmic = ticks[0] > 0
+        data = spread(data, load, self.labels.families) if logarithmic else data.assign(x=data[load])
+        axis = alt.Axis(values=ticks, format="~s")
+        plain = alt.X("x:Q", title=name, scale=alt.Scale(zero=False, padding=14), axis=axis)
+        x = log_axis(f"{name} (log scale)", axis) if logarithmic else plain
+        data = data.rename(columns={load: name})
+        data = data[["x", "value", "family", "series", "size", "condition", "seed", name]]
+        ends = data[data[name] == ticks[-1]].groupby("family", sort=False)["value"].median()
+        return Figure(
+            "load",
+            f"{title(self.metric).capitalize()} against {name}",
+            f"{title(self.column)} against {name}, {ticks[0]:g} to {ticks[-1]:g}. Median at {ticks[-1]:g}: "
+            f"{_by_family(ends)}.",
+            f"{title(self.column).capitalize()} against {name}. {count(data)} {_MARKS} Lines join medians."
+            f"{self._tail(True)}",
+            self._panels(self._marks(data, x, ["x", "family", "series", "size", "condition"]), data),
+            self._width(data),
+        )
+
+    def learning(self) -> list[Figure]:
+        """Learning curves: the validation score and the training loss, where there is more than one point."""
+        found = [self._curve(metric) for metric in dict.fromkeys((f"valid/{self.metric}", "train/loss"))]
+        return [figure for figure in found if figure is not None]
+
+    def _curve(self, metric: str) -> Figure | None:
+        data = self.results.curves
+        data = data[(data["metric"] == metric) & data["value"].map(math.isfinite)]
+        if data["step"].nunique() < 2:
+            return None
+        data = data.merge(self.who, on=["trial", "arm"])
+        with_seeds = data["trial"].nunique() <= MAX_CURVES
+        data = thinned(data)[["step", "value", "family", "series", "condition", "seed", "trial"]]
+        ends = data.sort_values("step").groupby("trial").tail(1).groupby("family", sort=False)["value"].median()
+        bounded = metric.endswith(f"/{self.metric}")
+        seeds = "Thin lines are seeds, bold ones their medians." if with_seeds else "Lines are medians over seeds."
+        return Figure(
+            "learning_" + metric.replace("/", "_"),
+            f"Learning: {title(metric)}",
+            f"{title(metric)} by training step. Median of the last points: {_by_family(ends)}.",
+            f"{title(metric).capitalize()} during training. {count(data)} {seeds}{self._tail(False)}",
+            self._panels(self._lines(data, metric, self.bounds if bounded else None, with_seeds), data),
+            self._width(data),
+        )
+
+    def _lines(self, data: pd.DataFrame, metric: str, bounds: list[float] | None, with_seeds: bool) -> Chart:
+        """Learning curves: a thin line a seed, a bold one for the median of a series."""
+        x = alt.X("step:Q", axis=alt.Axis(format="~s", tickCount=5))
+        y, colour, base = value_axis(metric, bounds), self._colour(), alt.Chart(data)
+        groups: list[Any] = ["step", "family", "series", "condition"]
+        middle = base.transform_aggregate(value="median(value)", groupby=groups)
+        tips = ["series:N", "step:Q", alt.Tooltip("value:Q", format=".4f")]
+        bold = middle.mark_line(strokeWidth=2.2).encode(x, y, colour, detail="series:N", tooltip=tips)
+        if not with_seeds:
+            return alt.layer(bold)
+        thin = base.mark_line(strokeWidth=0.8, opacity=0.4)
+        return alt.layer(thin.encode(x, y, colour, detail="trial:N", tooltip=["seed:O", *tips]), bold)
+
+    def _marks(self, data: pd.DataFrame, x: alt.X, groups: list[Any]) -> Chart:
+        """Seeds as small hollow marks, medians as large full ones joined by lines, chance as a dotted rule."""
+        base, y = alt.Chart(data), value_axis(self.column, self.bounds)
+        colour, shape = self._colour(), self._shape()
+        tips = ["series:N", *(f"{c}:Q" for c in (data.columns[-1], "seed")), alt.Tooltip("value:Q", format=".4f")]
+        middle = base.transform_aggregate(value="median(value)", n="count()", groupby=groups)
+        told = [f"{groups[-2] if 'series' in groups else 'family'}:N", alt.Tooltip("value:Q", format=".4f"), "n:Q"]
+        layers: list[Chart] = []
+        level = self._chance()
+        if level is not None:
+            rule = alt.Chart(data).mark_rule(color=GREY, strokeDash=[2, 3], strokeWidth=1)
+            layers.append(rule.encode(y=alt.datum(level)))
+        path = middle.mark_line(strokeWidth=1.4, opacity=0.8).encode(x, y, colour)
+        layers.append(path.encode(detail="series:N") if "series" in groups else path)
+        seeds = base.mark_point(size=26, opacity=0.6, strokeWidth=1.1, filled=False)
+        layers.append(seeds.encode(x, y, colour, shape, tooltip=tips))
+        medians = middle.mark_point(size=95, opacity=1, filled=True, stroke="white", strokeWidth=0.8)
+        layers.append(medians.encode(x, y, colour, shape, tooltip=told))
+        if "series" in groups and data["size"].any():
+            # Lines of one colour are told apart by what they end in.
+            ends = middle.transform_joinaggregate(last="max(x)", groupby=["series", "condition"])
+            text = ends.transform_filter("datum.x == datum.last").mark_text(align="left", dx=9, fontSize=10)
+            layers.append(text.encode(x, y, colour, text="size:N"))
+        return alt.layer(*layers)
+
+    def _colour(self) -> alt.Color:
+        """One colour a family; the legend keeps the order of the spec."""
+        families = self.labels.families
+        palette = [COLOURS[i % len(COLOURS)] for i in range(len(families))]
+        return alt.Color("family:N", scale=alt.Scale(domain=families, range=palette), title=None)
+
+    def _shape(self) -> alt.Shape:
+        """One mark a family; past the eighth, colours repeat with another mark."""
+        families = self.labels.families
+        marks = [SHAPES[(i + i // len(COLOURS)) % len(SHAPES)] for i in range(len(families))]
+        return alt.Shape("family:N", scale=alt.Scale(domain=families, range=marks), title=None)
+
+    def _panels(self, layered: Chart, data: pd.DataFrame) -> Chart:
+        """One panel a condition, up to nine of them; with one condition no panels."""
+        conditions = _conditions(data)
+        if not conditions:
+            return layered.properties(width=WIDE[0], height=WIDE[1])
+        header = alt.Header(title=None, labelFontSize=11.5, labelFontWeight="bold")
+        facet = alt.Facet("condition:N", sort=conditions, header=header)
+        return layered.properties(width=PANEL[0], height=PANEL[1]).facet(facet=facet, columns=_columns(conditions))
+
+    def _width(self, data: pd.DataFrame) -> int:
+        conditions = _conditions(data)
+        return 60 + (_columns(conditions) * (PANEL[0] + 20) if conditions else WIDE[0])
+
+    def _chance(self) -> float | None:
+        pieces = [s for member in self.plan.members for s in member.slices if s.set == self.set]
+        level = chance(pieces, self.metric)
+        return None if math.isnan(level) else level
+
+    def _tail(self, with_chance: bool) -> str:
+        level = self._chance() if with_chance else None
+        return ("" if level is None else f" Dotted: chance ({nearly(level)}).") + f" {self.provenance}"
+
+
+_MARKS = "Small marks are seeds, large ones medians."
+
+
+def main_metric(plan: Plan) -> tuple[str, str]:
+    """The evaluation set and metric the sweep is about: that of its first test, else the first set and score."""
+    sets = list(dict.fromkeys(piece.set for member in plan.members for piece in member.slices))
+    for test in plan.tests:
+        if test.set in sets:
+            return test.set, test.metric
+    scores = [name for name, direction in plan.metrics.items() if direction == "max"] or list(plan.metrics)
+    return (sets[0] if sets else "valid"), (scores[0] if scores else "accuracy")
+
+
+def title(column: str) -> str:
+    """`test/accuracy` as `test accuracy`."""
+    return column.replace("/", " ").replace("_", " ")
+
+
+def count(data: pd.DataFrame) -> str:
+    """`n = 3 seeds a cell.`, or the range where cells differ."""
+    counts = data.groupby(["series", "condition"])["seed"].nunique()
+    low, high = int(counts.min()), int(counts.max())
+    return f"n = {low if low == high else f'{low} to {high}'} seed{'s' if high > 1 else ''} a cell."
+
+
+def value_axis(column: str, bounds: Sequence[float] | None) -> alt.Y:
+    """The y axis of a score: its whole range if it has one."""
+    scale = alt.Scale(domain=list(bounds)) if bounds else alt.Scale(zero=False)
+    return alt.Y("value:Q", title=title(column), scale=scale, axis=alt.Axis(grid=True))
+
+
+def log_axis(name: str, axis: alt.Axis) -> alt.X:
+    """A base-2 x axis over the column `x` of `spread`."""
+    return alt.X("x:Q", title=name, scale=alt.Scale(type="log", base=2, nice=False, padding=14), axis=axis)
+
+
+def powers(low: float, high: float) -> list[int]:
+    """Powers of two from below `low` to above `high`, thinned to at most ten."""
+    first, last = math.floor(math.log2(max(low, 1))), math.ceil(math.log2(max(high, 1)))
+    return [2**k for k in range(first, last + 1, 1 + (last - first) // 10)]
+
+
+def spread(data: pd.DataFrame, column: str, families: list[str]) -> pd.DataFrame:
+    """Column `x`: `column`, moved a little sideways (in logs) for families that stand at the same place."""
+    step = 0.013 * max(1.0, math.log2(float(data[column].max()) / float(data[column].min())))
+    order = {family: i for i, family in enumerate(families)}
+    places = {
+        key: sorted(names.unique(), key=order.__getitem__)
+        for key, names in data.groupby([column, "condition"])["family"]
+    }
+    keys = zip(data[column], data["condition"], data["family"], strict=True)
+    x = []
+    for value, condition, family in keys:
+        here = places[value, condition]
+        x.append(float(value) * 2 ** (step * (here.index(family) - (len(here) - 1) / 2)))
+    return data.assign(x=x)
+
+
+def thinned(data: pd.DataFrame) -> pd.DataFrame:
+    """At most a hundred steps, the same for all curves, and each curve's last."""
+    steps = sorted(data["step"].unique())
+    stride = math.ceil(len(steps) / MAX_CURVE_POINTS)
+    last = data.groupby("trial")["step"].transform("max")
+    return data[data["step"].isin(steps[::stride]) | (data["step"] == last)]
+
+
+def _is_load(column: str, data: pd.DataFrame) -> bool:
+    return column.startswith("eval.") and data[column].nunique() > 1 and bool(data[column].map(is_number).all())
+
+
+def _load_rank(column: str) -> int:
+    name = column.removeprefix("eval.")
+    return LOAD_FIRST.index(name) if name in LOAD_FIRST else len(LOAD_FIRST)
+
+
+def _set_panels(data: pd.DataFrame, load: str, others: list[str]) -> pd.DataFrame:
+    """`condition` as the panel of each row: what varies besides the load, at training or at evaluation."""
+    # A setting that the load decides (zipped with it) needs no panel of its own.
+    free = [c for c in others if (data.groupby(load)[c].nunique() > 1).any()]
+    trained = data.groupby(["series", load, *free])["condition"].nunique().max() > 1
+
+    def panel(row: dict[Any, Any]) -> str:
+        words = [f"trained at {row['condition']}"] if trained and row["condition"] else []
+        return ", ".join([*words, *(f"{c.removeprefix('eval.')} {row[c]:g}" for c in free)])
+
+    return data.assign(condition=[panel(row) for row in data.to_dict("records")])
+
+
+def _conditions(data: pd.DataFrame) -> list[str]:
+    """The panels, in order; none where one will do, or where there would be too many to read."""
+    found = [c for c in dict.fromkeys(data["condition"]) if c]
+    return found if 2 <= len(found) <= MAX_PANELS else []
+
+
+def _columns(conditions: list[str]) -> int:
+    return 2 if len(conditions) in (2, 4) else 3
+
+
+def _by_family(values: pd.Series[float]) -> str:
+    return "; ".join(f"{family} {nearly(float(value))}" for family, value in values.items())
