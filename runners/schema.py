@@ -198,6 +198,8 @@ class Test:
     pairs: tuple[Pair, ...]
     unpaired_a: int
     unpaired_b: int
+    at_equal: str | None = None
+    """`state_bytes`: side b holds several sizes, and each trial of a is compared with b interpolated to its own size."""
 
 
 @dataclass(frozen=True, slots=True)

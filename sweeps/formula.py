@@ -1,8 +1,8 @@
 """The rules and formulas of mechanisms, tasks and models: whole-number arithmetic in literal text, nothing else.
 
-`STATE = "n_heads * head_dim**2"` is refused, `n_heads * head_dim * head_dim` is not: names, numbers, text, None, True and
-False, `+ - * / // %`, comparisons, `and or not`, `a if c else b`, and the functions min, max, log. A formula is checked
-once against this list and then compiled, so that evaluating it is cheap and can do nothing but arithmetic.
+Names, numbers, text, None, True, False, `+ - * / // %`, comparisons, `and or not`, `a if c else b`, and the functions
+min, max, log: no powers, attributes or other calls. A formula is checked once against this list and then compiled, so
+that evaluating it is cheap and can do nothing but arithmetic.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -39,7 +39,7 @@ ALLOWED = (
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> tuple[CodeType, frozenset[str]]:
     """Compiled formula and the names it reads. Raises `ValueError` for anything that is not on the list above."""
     try:

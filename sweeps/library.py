@@ -18,8 +18,8 @@ def names() -> list[str]:
 def find(spec: str, beside: Path | None = None) -> tuple[Path, str]:
     """The file of `spec` and how to call it in messages.
 
-    `spec` is a path; or `specs/NAME.yaml`, `NAME.yaml` or `NAME`, which also reach the shipped specs. With `beside` (the
-    folder of a spec that extends this one) that folder comes first. Raises `UserError` with the nearest name.
+    `spec` is a path; or `specs/NAME.yaml`, `NAME.yaml` or `NAME`, which also reach the shipped specs. With `beside`
+    (the folder of a spec that extends this one) that folder comes first. Raises `UserError` with the nearest name.
     """
     if not spec.strip() or "\0" in spec:
         raise UserError(f"{spec!r} is no name of a spec")
@@ -40,7 +40,7 @@ def find(spec: str, beside: Path | None = None) -> tuple[Path, str]:
 
 
 def copy(name: str, to: Path, *, force: bool = False) -> Path:
-    """Copy a shipped spec to a file or into a folder, which is made. Raises `UserError` rather than overwrite a file."""
+    """Copy a shipped spec to a file or into a folder, which is made. Refuses to overwrite a file without `force`."""
     if name not in names():
         raise UserError(f"there is no shipped spec {name!r}{near(name, names())}")
     target = to if to.suffix in (".yaml", ".yml") else to / f"{name}.yaml"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -182,9 +182,7 @@ def read_text(text: str, name: str) -> Node:
         pass
     composer.problems.check()
     if composer.root is None:
-        raise SpecError(
-            [(Mark(name, 1, 1), "the file holds no values: a spec is a mapping that starts with `sweep: NAME`")]
-        )
+        raise SpecError([(Mark(name, 1, 1), "there is nothing in this file: a spec begins with `sweep: NAME`")])
     return composer.root
 
 
@@ -192,15 +190,9 @@ def _reason(error: yaml.MarkedYAMLError) -> str:
     problem = str(error.problem)
     if "'\\t'" in problem:
         return "a tab stands where YAML wants spaces"
-    if (
-        "expected the node content" in problem
-        or "expected <block end>" in problem
-        or "could not find expected ':'" in problem
-    ):
-        where = f" {error.context}" if error.context else ""
-        since = f" (which began in line {error.context_mark.line + 1})" if error.context_mark else ""
-        return f"not YAML{where}{since}: {problem}; look at indentation, brackets and quotes"
-    return f"not YAML: {problem}"
+    context = f" {error.context}" if error.context else ""
+    since = f" (from line {error.context_mark.line + 1})" if error.context_mark else ""
+    return f"not YAML{context}{since}: {problem}; look at indentation, brackets and quotes"
 
 
 class _Stop(Exception):
@@ -268,14 +260,12 @@ class _Composer:
         self.n_aliases += 1
         if self.n_aliases > MAX_ALIASES:
             self.stop(at, f"more than {MAX_ALIASES} aliases")
-        node = self.anchors.get(event.anchor)
+        node = self.anchors.get(event.anchor or "")
         if node is None:
             self.stop(at, f"*{event.anchor} has no anchor above it{near(event.anchor, self.anchors)}")
         assert node is not None
         if any(frame.node is node for frame in self.stack):
-            self.stop(
-                at, f"*{event.anchor} stands inside its own anchor (line {node.mark.line}): a value cannot hold itself"
-            )
+            self.stop(at, f"*{event.anchor} stands inside its own anchor (line {node.mark.line})")
         if self._wants_key():
             self.stop(at, f"*{event.anchor} as a key: write the key out")
         self._put(Node(node.value, at, node.keys, node.size, node.depth), at)
@@ -296,9 +286,7 @@ class _Composer:
         if text in BOOLS:
             return BOOLS[text]
         if LEADING_ZERO.fullmatch(text):
-            self.problems.add(
-                at, f"{text}: a number does not begin with 0 (write {text.lstrip('+-0') or '0'}, or quote it as text)"
-            )
+            self.problems.add(at, f"{text}: a number does not begin with 0 (write {int(text[:30])}, or quote it)")
             return 0
         if NOT_FINITE.fullmatch(text):
             self.problems.add(at, f"{text}: numbers are finite here")
@@ -380,6 +368,3 @@ class _Composer:
             frame.merges.extend(sources)
         else:
             self.problems.add(node.mark, "<< takes a mapping or a list of mappings")
-
-
-Convert = Callable[[Node], Any]

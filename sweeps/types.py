@@ -1,7 +1,7 @@
 """The types of YAML parameters: what an annotation accepts, and how a value that does not fit is told.
 
-Annotations: int, float, bool, str, Literal[...], list[int], list[float], list[str], list[dict], a dict, and unions with `|`.
-A parameter takes one value or a list, never both, so that a list can be read without guessing.
+Annotations: int, float, bool, str, Literal[...], list[int | float | str | dict], a dict, and `|`. A parameter
+takes one value or a list, never both, so that a list can be read without guessing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Misfit(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """One annotation. `scalars` are names of scalar types, `choices` literal values, `item` the type of a list's items."""
+    """One annotation: names of scalar types, literal values, type of a list's items, whether none is a value."""
 
     scalars: tuple[str, ...] = ()
     choices: tuple[Any, ...] = ()

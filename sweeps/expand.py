@@ -1,0 +1,307 @@
+"""Spec -> cells, in file order: every combination of the axes, with `when` and `exclude` applied and rules checked.
+
+Pure and stable: the same spec gives the same cells and ids on every machine. A cell is a trial without its seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+from runners.schema import BLOCKS
+from sweeps import conditions
+from sweeps.catalog import Catalog
+from sweeps.conditions import MISSING, Condition, Universe
+from sweeps.reader import Node, Problems
+from sweeps.resolve import Raw, Resolved, Resolver
+from sweeps.sections import Distribution
+from sweeps.spec import Axis, Option, Spec, Written, head
+
+MAX_TRIALS = 200_000
+
+
+@dataclass(slots=True, eq=False)
+class Cell:
+    """One combination. `name`, `varying` and `ids` are filled in once all cells are known."""
+
+    arm: str
+    blocks: dict[str, Resolved]
+    searched: dict[str, Distribution]
+    state_bytes: int = 0
+    name: str = ""
+    varying: dict[str, Any] = field(default_factory=dict)
+    ids: dict[int, str] = field(default_factory=dict)
+
+    def get(self, path: str) -> Any:
+        """The value at a path, or `MISSING`. A searched value is not one of the cell's."""
+        if path == "arm":
+            return self.arm
+        block = self.blocks.get(head(path))
+        return block.flat.get(path, MISSING) if block is not None and path not in self.searched else MISSING
+
+
+@dataclass(slots=True)
+class Expansion:
+    """The cells of a sweep, and the paths that vary in it, in axis order."""
+
+    cells: list[Cell]
+    varying: list[str]
+    derived: frozenset[str]
+    """Paths that some trial's `ref` or `match` decides: they follow others and pair nothing."""
+
+
+class Expander:
+    """Turns a `Spec` into its cells."""
+
+    def __init__(self, spec: Spec, catalog: Catalog, problems: Problems, is_patched: bool) -> None:
+        self.spec, self.problems, self.is_patched = spec, problems, is_patched
+        self.resolver = Resolver(catalog, problems, spec.tree.mark)
+        self.raws: dict[tuple[str, tuple[int, ...]], Raw | None] = {}
+        self.touching = {kind: [n for n, axis in enumerate(spec.axes) if _touches(axis, kind)] for kind in BLOCKS}
+        self.trains: set[bool] = set()
+
+    def expand(self) -> Expansion:
+        """All cells. Problems go where `problems` are; check them before the result is used."""
+        axes = [axis.options for axis in self.spec.axes]
+        count = prod(map(len, axes)) * len(self.spec.seeds)
+        if count > MAX_TRIALS:
+            shown = " x ".join(f"{axis.key} {len(axis.options)}" for axis in self.spec.axes)
+            self.problems.add(
+                self.spec.tree.keys.get("axes", self.spec.tree.mark),
+                f"{count:,} trials ({shown} x seeds {len(self.spec.seeds)}); a sweep holds at most {MAX_TRIALS:,}",
+            )
+            return Expansion([], [], frozenset())
+        combos = list(self._combos(axes))
+        cells = self._exclude(self._when(combos))
+        for cell in cells:
+            self.resolver.check(cell.blocks)
+        if not self.problems:
+            for cell in cells:
+                cell.state_bytes = self.resolver.state_bytes(cell.blocks)
+        if combos and not cells and not self.problems:
+            mark = self.spec.tree.keys.get("exclude", self.spec.tree.mark)
+            self.problems.add(mark, f"exclude leaves nothing of {len(combos):,} combinations")
+        self._check_training()
+        derived = frozenset(path for cell in cells for block in cell.blocks.values() for path in block.raw.forms)
+        return Expansion(cells, self._name(cells), derived)
+
+    def _combos(self, axes: list[list[Option]]) -> Iterator[tuple[Cell, dict[str, Raw]]]:
+        """Every combination, settled before any `when`."""
+        spec = self.spec
+        has_search = bool(spec.search) or any(option.searched for options in axes for option in options)
+        for choice in product(*(range(len(options)) for options in axes)):
+            options = [axes[n][at] for n, at in enumerate(choice)]
+            searched = _searched(spec, options) if has_search else {}
+            raws: dict[str, Raw] = {}
+            for kind in BLOCKS:
+                if kind == "train" and not raws["task"].block.trains:
+                    break
+                raw = self._raw(kind, tuple(choice[n] for n in self.touching[kind]), options, searched)
+                if raw is None:
+                    break
+                raws[kind] = raw
+                if kind == "task":
+                    self.trains.add(raw.block.trains)
+            needed = [kind for kind in BLOCKS if kind != "train" or ("task" in raws and raws["task"].block.trains)]
+            blocks = self.resolver.settle(raws) if len(raws) == len(needed) else None
+            if blocks is not None:
+                arm = next((option.arm for option in options if option.arm), None) or spec.base_arm
+                yield Cell(arm or raws["mechanism"].block.name, blocks, searched), raws
+
+    def _raw(
+        self, kind: str, chosen: tuple[int, ...], options: list[Option], searched: dict[str, Distribution]
+    ) -> Raw | None:
+        """One block of a combination, typed once for each choice that touches it."""
+        if (kind, chosen) in self.raws:
+            return self.raws[kind, chosen]
+        written = {path: w for path, w in self.spec.base.items() if head(path) == kind}
+        late: dict[str, Written] = {}
+        for number in self.touching[kind]:
+            late.update({p: w for p, w in options[number].values.items() if head(p) == kind})
+        for path in [path for path in late if path in written and _is_name(path)]:
+            if late[path].node.value != written[path].node.value:
+                written = {p: w for p, w in written.items() if p != path and not p.startswith(f"{path}.")}
+        written.update(late)
+        for path, distribution in searched.items():
+            if head(path) == kind:
+                written[path] = Written(Node(distribution.values[0], distribution.node.mark), distribution.node.mark)
+        self.raws[kind, chosen] = raw = self.resolver.raw(kind, written, frozenset(late))
+        self._check_searched(raw, searched)
+        return raw
+
+    def _check_searched(self, raw: Raw | None, searched: dict[str, Distribution]) -> None:
+        for path, distribution in searched.items():
+            if raw is None or head(path) != raw.kind:
+                continue
+            parts = path.split(".")
+            param = raw.block.params.get(parts[1]) if len(parts) == 2 else None
+            for value in distribution.values if param is not None else ():
+                self.resolver.typed(path, Node(value, distribution.node.mark), param)  # type: ignore[arg-type]
+            if param is not None and distribution.kind != "values" and not param.type.is_number:
+                self.problems.add(distribution.node.mark, f"{path} is no number: search it with {{values: [...]}}")
+
+    # --- when and exclude ---------------------------------------------------------------------------------------
+
+    def _when(self, combos: list[tuple[Cell, dict[str, Raw]]]) -> list[Cell]:
+        entries = self._read([node for node, _ in self.spec.when], [cell for cell, _ in combos], "if")
+        if not entries:
+            return [cell for cell, _ in combos]
+        found = []
+        hits = dict.fromkeys(number for number, _ in entries)
+        for cell, raws in combos:
+            which = tuple(number for number, condition in entries if condition.holds(cell.get))
+            hits.update(dict.fromkeys(which, True))
+            if not which:
+                found.append(cell)
+                continue
+            settings = self._settings(which)
+            new = {kind: self._changed(raw, settings, which) for kind, raw in raws.items()}
+            blocks = (
+                self.resolver.settle({k: r for k, r in new.items() if r is not None}) if all(new.values()) else None
+            )
+            if blocks is not None:
+                found.append(Cell(cell.arm, blocks, {p: d for p, d in cell.searched.items() if p not in settings}))
+        for number, condition in entries:
+            if combos and not hits[number]:
+                self._never(condition, "this entry of when", len(combos))
+        return found
+
+    def _settings(self, which: tuple[int, ...]) -> dict[str, Written]:
+        settings: dict[str, Written] = {}
+        for number in which:
+            for path, written in self.spec.when[number][1].items():
+                other = settings.get(path)
+                if other is not None and other.node.plain() != written.node.plain():
+                    self.problems.add(
+                        written.key,
+                        f"{path} is set differently by another `when` of the same trial (line {other.key.line})",
+                    )
+                settings[path] = written
+        return settings
+
+    def _changed(self, raw: Raw, settings: dict[str, Written], which: tuple[int, ...]) -> Raw | None:
+        own = {path: written for path, written in settings.items() if head(path) == raw.kind}
+        return self.resolver.changed(raw, own, which) if own else raw
+
+    def _exclude(self, cells: list[Cell]) -> list[Cell]:
+        entries = self._read(self.spec.exclude, cells, "an entry of exclude")
+        for _, condition in entries:
+            kept = [cell for cell in cells if not condition.holds(cell.get)]
+            if len(kept) == len(cells) and cells:
+                self._never(condition, "this entry of exclude", len(cells))
+            cells = kept
+        return cells
+
+    def _never(self, condition: Condition, what: str, count: int) -> None:
+        text = f"{what} matches none of {count:,} combinations: {condition}"
+        if self.is_patched and condition.mark.layer == "file":
+            self.problems.note(f"{condition.mark}: {text}")
+        else:
+            self.problems.add(condition.mark, text)
+
+    def _read(self, nodes: list[Node], cells: list[Cell], what: str) -> list[tuple[int, Condition]]:
+        """The conditions among `nodes` that can hold for some cell, with their numbers."""
+        if not nodes:
+            return []
+        read = [(number, conditions.read(node, self.problems, what)) for number, node in enumerate(nodes)]
+        known = universe(cells, self.is_patched)
+        return [(n, c) for n, c in read if c is not None and cells and known.check(c, self.problems)]
+
+    # --- the whole ----------------------------------------------------------------------------------------------
+
+    def _check_training(self) -> None:
+        if self.trains != {False}:
+            return
+        for word in ("train", "search", "prune", "evaluate"):
+            if word in self.spec.tree.value:
+                self.problems.add(
+                    self.spec.tree.keys[word], f"{word}: the task has nothing to train, so the trial is the evaluation"
+                )
+
+    def _name(self, cells: list[Cell]) -> list[str]:
+        """Find what varies and name the cells: the arm, then what varies within it, in axis order."""
+        order: dict[str, None] = {}
+        for axis in self.spec.axes:
+            order.update(dict.fromkeys(axis.paths()))
+        for _, settings in self.spec.when:
+            order.update(dict.fromkeys(settings))
+        values: dict[str, set[Any]] = {path: set() for path in order}
+        by_arm: dict[str, dict[str, set[Any]]] = {}
+        for cell in cells:
+            arm = by_arm.setdefault(cell.arm, {path: set() for path in order})
+            for path in order:
+                value = cell.get(path)
+                if value is not MISSING:
+                    k = conditions.key(value)
+                    values[path].add(k)
+                    arm[path].add(k)
+        varying = [path for path in order if len(values[path]) > 1]
+        within = {name: [path for path in varying if len(arm[path]) > 1] for name, arm in by_arm.items()}
+        for cell in cells:
+            cell.varying = {path: value for path in varying if (value := cell.get(path)) is not MISSING}
+            parts = [
+                f"{path.rpartition('.')[2]}-{_word(cell.varying[path])}"
+                for path in within[cell.arm]
+                if path in cell.varying
+            ]
+            cell.name = "/".join([cell.arm, *parts])
+        return varying
+
+
+def identify(cells: list[Cell], seeds: list[int], problems: Problems) -> list[tuple[Cell, int, str]]:
+    """(cell, seed, id) of every trial, in order; a trial reached twice is kept once, with a note."""
+    seen: dict[str, Cell] = {}
+    found = []
+    doubles: dict[str, int] = {}
+    for cell in cells:
+        text = {kind: block.text for kind, block in cell.blocks.items()}
+        start = hashlib.sha256(f'{{"mechanism":{text["mechanism"]},"model":{text["model"]},"seed":'.encode())
+        end = f',"task":{text["task"]},"train":{text.get("train", "null")}}}'
+        for seed in seeds:
+            whole = start.copy()
+            whole.update(f"{seed}{end}".encode())
+            trial = whole.hexdigest()[:16]
+            cell.ids[seed] = trial
+            if trial in seen:
+                words = f"{cell.name} is the same as {seen[trial].name}"
+                doubles[words] = doubles.get(words, 0) + 1
+                continue
+            seen[trial] = cell
+            found.append((cell, seed, trial))
+    for words, count in doubles.items():
+        problems.note(f"{words}: {count} trial{'s' if count > 1 else ''} reached twice, run once")
+    return found
+
+
+def universe(cells: list[Cell], is_patched: bool) -> Universe:
+    """Every value of every path over some cells, each different block looked at once."""
+    blocks = {id(block): block.flat for cell in cells for block in cell.blocks.values()}
+    arms = {cell.arm: {"arm": cell.arm} for cell in cells}
+    return Universe([*arms.values(), *blocks.values()], is_patched)
+
+
+def _touches(axis: Axis, kind: str) -> bool:
+    return any(head(path) == kind for option in axis.options for path in (*option.values, *option.searched))
+
+
+def _is_name(path: str) -> bool:
+    return path in ("mechanism", "task") or (path.count(".") == 1 and head(path) == "model")
+
+
+def _searched(spec: Spec, options: list[Option]) -> dict[str, Distribution]:
+    searched: dict[str, Distribution | None] = dict(spec.search)
+    for option in options:
+        searched.update(option.searched)
+    return {path: distribution for path, distribution in searched.items() if distribution is not None}
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "+".join(map(_word, value))
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,178 @@
+"""Spec -> plan: everything a launch and a report need, and nothing of the YAML it came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runners.schema import Member, Plan, Trial, UserError
+from sweeps import conditions
+from sweeps.catalog import Catalog
+from sweeps.compare import Comparer
+from sweeps.conditions import MISSING, Universe
+from sweeps.expand import Cell, Expander, identify
+from sweeps.patch import assemble
+from sweeps.reader import Problems, SpecError, read_text
+from sweeps.slices import Evaluation
+from sweeps.spec import Reader
+
+__all__ = ["SpecError", "load", "not_there_yet", "select"]
+
+
+def load(
+    spec: str,
+    *,
+    profile: str | None = None,
+    sets: list[str] | None = None,
+    only: str | None = None,
+    catalog: Catalog | None = None,
+) -> Plan:
+    """The plan of a spec file (a path, or the name of a shipped spec).
+
+    Raises `SpecError` with everything that is wrong, or `UserError` for a file, a profile or a `--set` that is not
+    there. `only` is checked here and applied by `select`: it changes neither ids nor plan.
+    """
+    catalog = catalog or Catalog()
+    problems = Problems()
+    assembled = assemble(spec, profile, sets or [])
+    reader = Reader(assembled, catalog, problems)
+    read = reader.read()
+    if not reader.is_sound:
+        problems.check()
+    expander = Expander(read, catalog, problems, assembled.is_patched)
+    expansion = expander.expand()
+    if not expansion.cells:
+        problems.check()
+    trials = identify(expansion.cells, read.seeds, problems)
+    evaluation = Evaluation(reader, expander.resolver, expansion.cells, assembled.is_patched)
+    slices = [evaluation.slices(cell) for cell in expansion.cells]
+    if not reader.is_sound or any(not found for found in slices):
+        problems.check()
+    tests = Comparer(expansion, evaluation, catalog, assembled.is_patched).tests(assembled.tree.get("compare"))
+    _note_searches(read.search, expansion.cells, problems)
+    _note_unevaluated(expansion.cells, evaluation, problems)
+    problems.check()
+    plain = {key: node.plain() for key, node in assembled.tree.value.items() if key != "profiles"}
+    plan = Plan(
+        sweep=read.name,
+        question=read.question,
+        spec=plain,
+        source=assembled.text,
+        members=tuple(_member(cell, seed, trial, evaluation) for cell, seed, trial in trials),
+        tests=tests,
+        metrics=_metrics(expansion.cells, evaluation),
+        resources=read.resources,
+        retry=read.retry,
+        notes=tuple(problems.notes),
+    )
+    if only is not None:
+        select(plan, only)
+    return plan
+
+
+def _member(cell: Cell, seed: int, trial: str, evaluation: Evaluation) -> Member:
+    blocks = cell.blocks
+    train = blocks.get("train")
+    settings = Trial(
+        trial,
+        seed,
+        blocks["mechanism"].settings,
+        blocks["task"].settings,
+        blocks["model"].settings,
+        train.settings if train is not None else None,
+    )
+    return Member(settings, cell.arm, cell.name, cell.varying, cell.state_bytes, evaluation.slices(cell))
+
+
+def _metrics(cells: list[Cell], evaluation: Evaluation) -> dict[str, str]:
+    blocks = {id(cell.blocks["task"].block): cell.blocks["task"].block for cell in cells}
+    blocks |= {id(task.block): task.block for task in evaluation.resolved.values()}
+    found: dict[str, str] = {}
+    for block in blocks.values():
+        found.update(block.literals.get("METRICS", {}))
+    return found
+
+
+def _note_searches(search: dict[str, Any], cells: list[Cell], problems: Problems) -> None:
+    paths = {path for cell in cells for path in cell.searched}
+    if paths:
+        words = ", ".join(sorted(paths))
+        problems.note(f"{words}: searched inside each cell; the plan shows the cells, each with a stand-in value")
+    for path in search:
+        if cells and path not in paths:
+            problems.note(f"search: {path} is given in every arm, so nothing is searched")
+
+
+def _note_unevaluated(cells: list[Cell], evaluation: Evaluation, problems: Problems) -> None:
+    bare = [cell.name for cell in cells if not evaluation.slices(cell)]
+    if bare:
+        problems.note(f"{len(bare)} cells have no evaluation, as {bare[0]}: no set's `if` matches them")
+
+
+def not_there_yet(plan: Plan, catalog: Catalog | None = None) -> list[str]:
+    """What the spec language has and launching has not: one line each, empty if the plan can be launched."""
+    spec = plan.spec
+    found = [f"{word} (in the spec, checked, not run yet)" for word in ("search", "prune", "budget") if word in spec]
+    gpu = plan.resources.get("gpu")
+    if gpu == "auto" or (isinstance(gpu, float) and gpu != int(gpu)):
+        found.append(f"resources.gpu: {gpu} (several trials on one GPU)")
+    if plan.retry.get("oom") == "split":
+        found.append("retry.oom: split (a smaller micro-batch after running out of memory)")
+    if any(getattr(test, "at_equal", None) for test in plan.tests):
+        found.append("compare at_equal: state_bytes (interpolation along the state axis)")
+    distributions = [path for path in _item_searches(spec) if "search" not in spec]
+    found += [f"a distribution in an item ({path})" for path in distributions]
+    later = (catalog or Catalog()).block("model").literals.get("NOT_YET", {})
+    models = {id(member.trial.model): member.trial.model for member in plan.members}
+    for name, values in later.items():
+        for model in models.values():
+            value = model.get(name)
+            value = value.get("name") if isinstance(value, dict) else value
+            line = f"model.{name}: {str(value).lower() if isinstance(value, bool) else value}"
+            if value in values and line not in found:
+                found.append(line)
+    return found
+
+
+def _item_searches(spec: dict[str, Any]) -> list[str]:
+    found = []
+    for items in spec.get("axes", {}).values():
+        for item in items if isinstance(items, list) else ():
+            for key, value in item.items() if isinstance(item, dict) else ():
+                if isinstance(value, dict) and {"log_uniform", "uniform", "int_uniform", "values"} & value.keys():
+                    found.append(key)
+    return found
+
+
+def select(plan: Plan, only: str) -> frozenset[str]:
+    """Ids of the trials that meet a condition: `mechanism: hola, seed: [0, 1]`, with or without braces.
+
+    Raises `SpecError` if it is no condition, or if no trial of the plan can meet it.
+    """
+    text = only.strip()
+    node = read_text(text if text.startswith("{") else f"{{{text}}}", f"--only {only}")
+    problems = Problems()
+    condition = conditions.read(node, problems, "--only")
+    problems.check()
+    assert condition is not None
+    flats = {member.trial.id: _flat(member) for member in plan.members}
+    Universe(flats.values()).check(condition, problems)
+    problems.check()
+    found = frozenset(id_ for id_, flat in flats.items() if condition.holds(lambda path, f=flat: f.get(path, MISSING)))  # type: ignore[misc]
+    if not found:
+        raise UserError(f"--only {only}: no trial meets all of it")
+    return found
+
+
+def _flat(member: Member) -> dict[str, Any]:
+    """A member's settings by path, as conditions name them; several words for one trial's arms are one value each."""
+    found: dict[str, Any] = {"arm": member.arm, "seed": member.trial.seed, "cell": member.cell}
+    for kind in ("mechanism", "task", "model", "train"):
+        for name, value in (getattr(member.trial, kind) or {}).items():
+            if name == "name":
+                found[kind] = value
+            elif isinstance(value, dict):
+                found[f"{kind}.{name}"] = value.get("name")
+                found.update({f"{kind}.{name}.{k}": v for k, v in value.items() if k != "name"})
+            else:
+                found[f"{kind}.{name}"] = value
+    return found

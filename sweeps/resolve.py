@@ -1,0 +1,504 @@
+"""From what a spec writes to what a trial is: types, defaults, owners of units, `ref` and `match`, rules, identity.
+
+Everything is done once for each different block, not once for each trial: ten thousand trials share a few dozen blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from runners.schema import UserError, canonical_json, digest
+from sweeps import formula
+from sweeps.catalog import REQUIRED, Block, Catalog, Param, with_derived
+from sweeps.patch import is_form
+from sweeps.reader import Mark, Node, Problems, near
+from sweeps.spec import Written, head
+from sweeps.types import Misfit, show
+
+Broken = tuple["Resolved", str, frozenset[str], dict[str, Any]]
+"""Whose rule is broken, the rule, the names it reads and their values."""
+
+MATCH_LIMIT = 1 << 24
+"""The largest value that `match` tries."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """A value that follows from others: `{ref: path, times, plus, round}` or `{match: state_bytes, to: N}`."""
+
+    kind: str
+    path: str
+    number: float
+    plus: float
+    round: str
+    mark: Mark
+    param: Param
+
+
+@dataclass(eq=False)
+class Raw:
+    """One block as written: typed values and forms by path, and where each stands. `late` paths come from an axis,
+    an item or `when`."""
+
+    kind: str
+    block: Block
+    values: dict[str, Any]
+    marks: dict[str, Mark]
+    keys: dict[str, Mark]
+    late: frozenset[str]
+    forms: dict[str, Form] = field(default_factory=dict)
+    settled: dict[tuple[Any, ...], Resolved] = field(default_factory=dict)
+    changed: dict[tuple[int, ...], Raw | None] = field(default_factory=dict)
+
+    def where(self, names: Any) -> Mark | None:
+        """Where the latest-written of some parameters stands: an axis before the base."""
+        paths = [path for path in self.marks if path.rpartition(".")[2] in names]
+        best = max(paths, key=lambda p: (p in self.late, self.marks[p].line, self.marks[p].column), default=None)
+        return self.marks[best] if best is not None else None
+
+
+@dataclass(eq=False)
+class Resolved:
+    """One block with every setting decided. `text` is its part of a trial's identity."""
+
+    raw: Raw
+    settings: dict[str, Any]
+    flat: dict[str, Any]
+    env: dict[str, Any]
+    text: str
+
+    @property
+    def block(self) -> Block:
+        return self.raw.block
+
+
+class Resolver:
+    """Types and settles blocks; what does not fit goes to `problems`, once for each place."""
+
+    def __init__(self, catalog: Catalog, problems: Problems, origin: Mark) -> None:
+        self.catalog, self.problems, self.origin = catalog, problems, origin
+        self._typed: dict[tuple[int, int], Any] = {}
+        self._limits: dict[tuple[int, ...], bool] = {}
+        self._bytes: dict[tuple[Any, ...], int] = {}
+        self._keep: list[Any] = []  # ids below are of objects that must not go away
+
+    # --- typing -------------------------------------------------------------------------------------------------
+
+    def raw(self, kind: str, written: Mapping[str, Written], late: frozenset[str]) -> Raw | None:
+        """Type one block's written values; None if some do not fit."""
+        name = ""
+        if kind in ("mechanism", "task"):
+            if kind not in written:
+                self.problems.add(self.origin, f"there is no {kind}: name one, or make it an axis")
+                return None
+            name = written[kind].node.value
+        try:
+            block = self.catalog.block(kind, name)
+        except UserError as error:
+            self.problems.add(written[kind].node.mark if kind in written else self.origin, str(error))
+            return None
+        raw = Raw(kind, block, {}, {}, {}, late)
+        before = len(self.problems)
+        for path, w in written.items():
+            if path == kind:
+                raw.marks[path], raw.keys[path] = w.node.mark, w.key
+            else:
+                self._type(raw, path, w, written)
+        self._check_owners(raw)
+        return raw if len(self.problems) == before else None
+
+    def _type(self, raw: Raw, path: str, written: Written, all_written: Mapping[str, Written]) -> None:
+        parts = path.split(".")[1:]
+        blocks = raw.block.blocks
+        raw.marks[path], raw.keys[path] = written.node.mark, written.key
+        if parts[0] in blocks and len(parts) == 1:
+            name = written.node.value
+            if name != "none" and name not in blocks[parts[0]]:
+                known = [*blocks[parts[0]], "none"]
+                self.problems.add(
+                    written.node.mark, f"{path}: there is no {show(written.node.plain())}{near(name, known)}"
+                )
+            raw.values[path] = None if name == "none" else name
+            return
+        if len(parts) == 2 and parts[0] in blocks:
+            top = all_written.get(f"{raw.kind}.{parts[0]}")
+            name = top.node.value if top is not None else _default_name(raw.block.params.get(parts[0]))
+            if name == "none" or name is None:
+                self.problems.add(written.key, f"{path}: model.{parts[0]} is none here, so it has no {parts[1]!r}")
+                return
+            sub = blocks[parts[0]].get(name)
+            if sub is None:
+                return  # told at the name
+            param, title = sub.params.get(parts[1]), sub.title
+            known = list(sub.params)
+        else:
+            param, title = (raw.block.params.get(parts[0]) if len(parts) == 1 else None), raw.block.title
+            known = list(raw.block.params)
+        if param is None:
+            wrong = ".".join(parts[-1:] if len(parts) == 2 and parts[0] in blocks else parts)
+            self.problems.add(written.key, f"{title} has no parameter {wrong!r}{near(wrong, known)}")
+            return
+        value = self.typed(path, written.node, param)
+        if isinstance(value, Form):
+            raw.forms[path] = value
+        raw.values[path] = value
+
+    def typed(self, path: str, node: Node, param: Param) -> Any:
+        """The typed value, or `Form`, of a node for a parameter; what does not fit is told and becomes None."""
+        memo = (id(node), id(param))
+        if memo not in self._typed:
+            self._keep += [node, param]
+            self._typed[memo] = None
+            try:
+                self._typed[memo] = self._form(path, node, param) if is_form(node) else self._convert(node, param)
+            except Misfit as error:
+                self.problems.add(node.mark, f"{path}: {error}")
+        return self._typed[memo]
+
+    def _convert(self, node: Node, param: Param) -> Any:
+        value = param.type.convert(node)
+        if param.keys is None or value is None:
+            return value
+        entries = []
+        for child in node.value:
+            entry = {}
+            for name, inner in child.value.items():
+                if name not in param.keys:
+                    raise Misfit(f"{param.name} has no key {name!r}{near(name, param.keys)} (line {inner.mark.line})")
+                entry[name] = param.keys[name].convert(inner)
+            entries.append(entry)
+        return entries
+
+    def _form(self, path: str, node: Node, param: Param) -> Any:
+        get = {name: child.value for name, child in node.value.items()}
+        if "required" in get:
+            raise Misfit(f"a value is wanted: {show(get['required'])}. Give it with --set {path}=..., or in a profile")
+        if "ref" in get:
+            allowed, number = {"ref", "times", "plus", "round"}, get.get("times", 1)
+            target = get["ref"]
+        elif "match" in get:
+            allowed, number = {"match", "to"}, get.get("to")
+            target = get["match"]
+            if target != "state_bytes":
+                raise Misfit(f"match: {show(target)}: only state_bytes can be matched")
+            if not param.type.is_number or "int" not in param.type.scalars:
+                raise Misfit("match finds whole numbers; this parameter is none")
+        else:
+            word = next(iter(node.value))
+            raise Misfit(f"{word} makes a list or a distribution: it stands in axes, in an item or in search")
+        for name in node.value:
+            if name not in allowed:
+                raise Misfit(f"{name!r} is no part of {{{', '.join(sorted(allowed))}}}")
+        for name in ("times", "plus", "to"):
+            if name in get and (isinstance(get[name], bool) or not isinstance(get[name], int | float)):
+                raise Misfit(f"{name} is a number, not {show(get[name])}")
+        if not isinstance(target, str) or number is None:
+            raise Misfit("write {ref: path} or {match: state_bytes, to: N}")
+        if get.get("round", "down") not in ("down", "even"):
+            raise Misfit(f"round is down or even, not {show(get['round'])}")
+        return Form(
+            "ref" if "ref" in get else "match",
+            target,
+            number,
+            get.get("plus", 0),
+            get.get("round", ""),
+            node.mark,
+            param,
+        )
+
+    def _check_owners(self, raw: Raw) -> None:
+        for group in raw.block.owners:
+            given = [name for name in group if raw.values.get(f"{raw.kind}.{name}") is not None]
+            if len(given) > 1:
+                last = max((raw.keys[f"{raw.kind}.{name}"] for name in given), key=lambda m: (m.line, m.column))
+                words = ", ".join(given)
+                self.problems.add(
+                    last, f"{raw.kind}: one of {' | '.join(group)} is given, the others follow; here: {words}"
+                )
+            has_own = any(raw.block.params[name].default is not None or name in raw.block.derived for name in group)
+            if not given and not has_own:
+                where = min(raw.keys.values(), default=self.origin, key=lambda m: (m.line, m.column))
+                self.problems.add(where, f"{raw.kind} needs one of {' | '.join(group)}")
+
+    def changed(self, raw: Raw, settings: Mapping[str, Written], which: tuple[int, ...]) -> Raw | None:
+        """The block with the values of some `when` entries over it."""
+        if which not in raw.changed:
+            new = Raw(
+                raw.kind, raw.block, dict(raw.values), dict(raw.marks), dict(raw.keys), raw.late | settings.keys()
+            )
+            new.forms = {path: form for path, form in raw.forms.items() if path not in settings}
+            before = len(self.problems)
+            names = {
+                p: Written(Node(v if v is not None else "none", raw.marks[p]), raw.keys[p])
+                for p, v in raw.values.items()
+            }
+            for path in settings:
+                group = next((g for g in raw.block.owners if path.rpartition(".")[2] in g), [])
+                for name in group:
+                    new.values.pop(f"{raw.kind}.{name}", None)
+            for path, written in settings.items():
+                self._type(new, path, written, {**names, **settings})
+            self._check_owners(new)
+            raw.changed[which] = new if len(self.problems) == before else None
+        return raw.changed[which]
+
+    # --- settling -----------------------------------------------------------------------------------------------
+
+    def settle(self, raws: Mapping[str, Raw]) -> dict[str, Resolved] | None:
+        """Decide every setting of a trial's blocks; None if a form has no value (which is told)."""
+        forms = {path: form for raw in raws.values() for path, form in raw.forms.items()}
+        values: dict[str, Any] = {}
+        if forms:
+            try:
+                values = self._settle_forms(raws, forms)
+            except Misfit as error:
+                form = error.args[1] if len(error.args) > 1 else next(iter(forms.values()))
+                self.problems.add(form.mark, str(error.args[0]))
+                return None
+        found = {}
+        for kind, raw in raws.items():
+            own = tuple(values[path] for path in raw.forms)
+            if own not in raw.settled:
+                raw.settled[own] = self._resolve(raw, dict(zip(raw.forms, own, strict=True)))
+            found[kind] = raw.settled[own]
+        return found
+
+    def _settle_forms(self, raws: Mapping[str, Raw], forms: Mapping[str, Form]) -> dict[str, Any]:
+        done: dict[str, Any] = {}
+        for path, form in forms.items():
+            if form.kind == "ref":
+                self._ref(path, form, raws, forms, done, ())
+        matches = {path: form for path, form in forms.items() if form.kind == "match"}
+        if len(matches) > 1:
+            raise Misfit("a trial has one match at most", list(matches.values())[1])
+        for path, form in matches.items():
+            done[path] = self._match(path, form, raws, done)
+        return done
+
+    def _ref(
+        self,
+        path: str,
+        form: Form,
+        raws: Mapping[str, Raw],
+        forms: Mapping[str, Form],
+        done: dict[str, Any],
+        above: tuple[str, ...],
+    ) -> Any:
+        if path in done:
+            return done[path]
+        if path in above:
+            raise Misfit(f"{path}: ref goes in a circle: {' -> '.join([*above[above.index(path) :], path])}", form)
+        target = forms.get(form.path)
+        if target is not None and target.kind == "match":
+            raise Misfit(f"{path}: ref to {form.path}, which is matched", form)
+        if target is not None:
+            value = self._ref(form.path, target, raws, forms, done, (*above, path))
+        else:
+            raw = raws.get(head(form.path))
+            flat = self._resolve(raw, {p: done.get(p) for p in raw.forms}).flat if raw is not None else {}
+            if form.path not in flat:
+                raise Misfit(
+                    f"{path}: ref to {form.path!r}, which this trial does not have{near(form.path, flat)}", form
+                )
+            value = flat[form.path]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise Misfit(f"{path}: ref to {form.path}, which is {show(value)} and no number", form)
+        result = value * form.number + form.plus
+        if form.round:
+            result = math.floor(result) if form.round == "down" else math.floor(result / 2) * 2
+        if "int" in form.param.type.scalars and isinstance(result, float) and result.is_integer():
+            result = int(result)
+        try:
+            done[path] = form.param.type.convert(Node(result, form.mark))
+        except Misfit as error:
+            raise Misfit(f"{path}: {error}; `round: down` makes it one", form) from error
+        return done[path]
+
+    def _match(self, path: str, form: Form, raws: Mapping[str, Raw], done: dict[str, Any]) -> int:
+        """The largest whole number whose state is not above the target and that the rules allow."""
+
+        def at(value: int) -> dict[str, Resolved]:
+            values = {**done, path: value}
+            return {kind: self._resolve(raw, {p: values.get(p) for p in raw.forms}) for kind, raw in raws.items()}
+
+        def size(value: int) -> int:
+            return self._state_bytes(at(value))
+
+        if size(1) > form.number:
+            raise Misfit(f"{path}: at 1 the state already holds {size(1):,} bytes, more than {form.number:,.0f}", form)
+        high = 1
+        while high < MATCH_LIMIT and size(high * 2) <= form.number:
+            high *= 2
+        if high >= MATCH_LIMIT:
+            raise Misfit(f"{path}: the state does not grow with it, so it cannot be matched", form)
+        low, high = high, high * 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if size(middle) <= form.number else (low, middle)
+        for value in range(low, max(0, low - 256), -1):
+            blocks = at(value)
+            if not any(True for _ in self._broken(blocks, blocks)):
+                reached = size(value)
+                if reached < 0.95 * form.number:
+                    short = f"{100 * (1 - reached / form.number):.0f} % below {form.number:,.0f}"
+                    self.problems.note(f"{form.mark}: {path} {value} reaches {reached:,} bytes of state, {short}")
+                return value
+        raise Misfit(f"{path}: no value near {low} that the rules allow reaches {form.number:,.0f} bytes", form)
+
+    def _resolve(self, raw: Raw, formed: Mapping[str, Any]) -> Resolved:
+        kind, block = raw.kind, raw.block
+        values = {**raw.values, **formed}
+        settings: dict[str, Any] = {"name": block.name} if kind in ("mechanism", "task") else {}
+        minimal: dict[str, Any] = {"REVISION": block.revision, **settings}
+        flat: dict[str, Any] = {kind: block.name} if settings else {}
+        owned_away = {
+            name
+            for group in block.owners
+            if any(values.get(f"{kind}.{given}") is not None for given in group)
+            for name in group
+            if values.get(f"{kind}.{name}") is None
+        }
+        for name, param in block.params.items():
+            path = f"{kind}.{name}"
+            if name in block.blocks:
+                settings[name], short = self._sub_block(raw, name, param, values, flat)
+                if short != self._sub_default(block, name, param):
+                    minimal[name] = short
+                continue
+            if path in values:
+                settings[name] = values[path]
+            elif name in owned_away:
+                settings[name] = None
+            elif param.default is REQUIRED:
+                where = raw.keys.get(kind) or min(raw.keys.values(), default=self.origin)
+                self.problems.add(where, f"{block.title} needs {name!r}: {param.meaning or param.type}")
+                settings[name] = None
+            else:
+                settings[name] = param.default
+        env = with_derived(block, settings, {})
+        for name, param in block.params.items():
+            if name in block.blocks:
+                continue
+            flat[f"{kind}.{name}"] = env[name]
+            if name not in block.owned:
+                settings[name] = env[name]
+            if settings[name] != param.default and not self._is_derived(block, name, settings):
+                minimal[name] = settings[name]
+        return Resolved(raw, settings, flat, env, canonical_json(minimal))
+
+    @staticmethod
+    def _is_derived(block: Block, name: str, settings: dict[str, Any]) -> bool:
+        """Whether the value is what none would have stood for: then writing it out changes no identity."""
+        if name not in block.derived or name in block.owned:
+            return False
+        return with_derived(block, {**settings, name: None}, {}).get(name) == settings[name]
+
+    def _sub_block(
+        self, raw: Raw, name: str, param: Param, values: Mapping[str, Any], flat: dict[str, Any]
+    ) -> tuple[dict[str, Any] | None, Any]:
+        """Settings of one block inside the model, and the same without its defaults."""
+        path = f"{raw.kind}.{name}"
+        chosen = values[path] if path in values else _default_name(param)
+        chosen = None if chosen == "none" else chosen
+        flat[path] = chosen
+        if chosen is None:
+            return None, None
+        default = param.default if isinstance(param.default, dict) and param.default.get("name") == chosen else {}
+        settings: dict[str, Any] = {"name": chosen}
+        short: dict[str, Any] = {"name": chosen}
+        for inner, sub in raw.block.blocks[name][chosen].params.items():
+            value = values.get(f"{path}.{inner}", default.get(inner, sub.default))
+            settings[inner] = flat[f"{path}.{inner}"] = value
+            if value != sub.default:
+                short[inner] = value
+        return settings, short
+
+    @staticmethod
+    def _sub_default(block: Block, name: str, param: Param) -> Any:
+        if isinstance(param.default, dict):
+            return param.default
+        chosen = _default_name(param)
+        return None if chosen in (None, "none") else {"name": chosen}
+
+    # --- rules and state ----------------------------------------------------------------------------------------
+
+    def check(self, blocks: Mapping[str, Resolved]) -> bool:
+        """Whether the rules of all blocks hold for a trial; broken ones are told where their values are written."""
+        shape = {kind: block for kind, block in blocks.items() if kind != "train"}
+        fine = self._check(shape, blocks)
+        train = blocks.get("train")
+        return fine if train is None else self._check({"train": train}, blocks) and fine
+
+    def _check(self, owners: Mapping[str, Resolved], blocks: Mapping[str, Resolved]) -> bool:
+        memo = tuple(id(block) for block in owners.values())
+        if "train" in owners:
+            memo = (*memo, id(blocks["task"]))
+        if memo not in self._limits:
+            broken = list(self._broken(blocks, owners))
+            for owner, rule, names, env in broken:
+                self._tell(owner, rule, names, env, blocks)
+            self._limits[memo] = not broken
+        return self._limits[memo]
+
+    @staticmethod
+    def _broken(blocks: Mapping[str, Resolved], owners: Mapping[str, Resolved]) -> Iterator[Broken]:
+        """The rules of `owners` that a trial breaks; a training mixture's segments each have to keep the task's."""
+        outer = environment(blocks)
+        for owner in owners.values():
+            parts = [{}, *(owner.env.get("segments") or [])]
+            for part in parts:
+                env = {**outer, **owner.env, **(part if isinstance(part, dict) else {})}
+                for rule in owner.block.limits:
+                    if not formula.evaluate(rule, env):
+                        yield owner, rule, formula.names(rule), env
+
+    def _tell(
+        self, owner: Resolved, rule: str, names: frozenset[str], env: Mapping[str, Any], blocks: Mapping[str, Resolved]
+    ) -> None:
+        raws = [owner.raw, *(block.raw for block in blocks.values() if block is not owner)]
+        marks = [(m in raw.late, raw.marks[m]) for raw in raws for m in raw.marks if m.rpartition(".")[2] in names]
+        marks = [(late, mark) for late, mark in marks if late] or marks
+        where = max(marks, key=lambda m: (m[1].line, m[1].column))[1] if marks else owner.raw.keys.get(owner.raw.kind)
+        values = ", ".join(f"{name} is {show(env[name])}" for name in sorted(names))
+        self.problems.add(where or self.origin, f"{owner.block.title} wants {rule}: here {values}")
+
+    def state_bytes(self, blocks: Mapping[str, Resolved]) -> int:
+        """Bytes that decoding carries for one sequence of the trial's length, all layers."""
+        train = blocks.get("train")
+        memo = (*(id(blocks[kind]) for kind in ("mechanism", "task", "model")), train and train.env.get("dtype"))
+        if memo not in self._bytes:
+            self._bytes[memo] = self._state_bytes(blocks)
+        return self._bytes[memo]
+
+    def _state_bytes(self, blocks: Mapping[str, Resolved]) -> int:
+        env = environment(blocks)
+        train, model = blocks.get("train"), blocks["model"].env
+        width = 2 if train is not None and train.env.get("dtype") == "bf16" else 4
+        state, cache = blocks["mechanism"].block.state_elements(env)
+        n_layers = model.get("n_layers") or 1
+        kinds = model.get("layers") or ["mechanism"]
+        placed = [kinds[number % len(kinds)] for number in range(n_layers)]
+        n_mixers = placed.count("mechanism")
+        return n_mixers * (4 * state + width * cache) + placed.count("base_conv") * 2 * env.get("d_model", 0) * width
+
+
+def environment(blocks: Mapping[str, Resolved]) -> dict[str, Any]:
+    """The names a mechanism's formulas may read: model's, task's, its own, and `conv`."""
+    model, task = blocks["model"].env, blocks["task"].env
+    lengths = [part["seq_len"] for part in task.get("segments") or [] if "seq_len" in part]
+    seq_len = {"seq_len": max(lengths)} if lengths else {}
+    return {"conv": 3 if model.get("short_conv") else 0, **model, **task, **seq_len, **blocks["mechanism"].env}
+
+
+def _default_name(param: Param | None) -> str | None:
+    if param is None or param.default in (None, REQUIRED):
+        return None
+    return param.default.get("name") if isinstance(param.default, dict) else param.default
+
+
+def slice_id(task: Resolved) -> str:
+    """The id of an evaluation on these task settings."""
+    return digest({"task": task.text})

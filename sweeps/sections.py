@@ -1,0 +1,157 @@
+"""The parts of a spec that make no trial: resources, retry, budget, prune, search; typed like any parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sweeps import types
+from sweeps.catalog import Param
+from sweeps.reader import Node, Problems, near
+from sweeps.types import Misfit, show
+
+DISTRIBUTIONS = {"log_uniform", "uniform", "int_uniform", "values"}
+GENERATORS = {"logspace", "linspace"}
+
+
+def _section(**fields: tuple[str, str]) -> dict[str, Param]:
+    return {name: Param(name, types.parse(kind), None, meaning) for name, (kind, meaning) in fields.items()}
+
+
+SECTIONS = {
+    "resources": _section(
+        gpu=("float | Literal['auto']", "GPUs a trial: a share, a count, or auto = the measured share"),
+        cpu=("int", "CPU cores a trial (count)"),
+        alone=("bool", "nothing else runs on the machine meanwhile, for timing"),
+    ),
+    "retry": _section(
+        oom=("int | Literal['split']", "out of memory: split = halve the micro-batch at the same global batch"),
+        infra=("int", "times a trial is run again after its worker or machine failed (count)"),
+        error=("int", "times a trial is run again after an error of its own (count)"),
+    ),
+    "budget": _section(
+        gpu_hours=("float", "GPU time after which no trial is started (hours)"),
+        hours=("float", "wall time after which no trial is started (hours)"),
+    ),
+    "asha": _section(
+        grace_steps=("int", "updates before a suggestion can be pruned (count)"),
+        reduction=("int", "one of this many goes on at each rung (count)"),
+    ),
+    "search": _section(
+        sampler=("Literal['tpe', 'random', 'grid']", "how suggestions are made"),
+        trials=("int", "suggestions a cell in all (count)"),
+        select=("str", "the training metric that picks the winner, as valid/accuracy"),
+        seeds=("int | Literal['same']", "search seeds a suggestion, or same = select on the report seeds"),
+        parallel=("int", "suggestions made at a time (count)"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What a searched value is drawn from: `{log_uniform: [low, high]}`, `{values: [...]}`, ..."""
+
+    kind: str
+    values: tuple[Any, ...]
+    node: Node
+
+
+def read(name: str, node: Node | None, problems: Problems, skip: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The typed values of one section; unknown keys and misfits become problems."""
+    if node is None:
+        return {}
+    if not node.is_map:
+        problems.add(node.mark, f"{name} is a mapping of {', '.join(SECTIONS[name])}")
+        return {}
+    found = {}
+    for key, child in node.value.items():
+        if key in skip:
+            continue
+        param = SECTIONS[name].get(key)
+        if param is None:
+            problems.add(node.keys.get(key, child.mark), f"{name} has no key {key!r}{near(key, SECTIONS[name])}")
+            continue
+        try:
+            found[key] = param.type.convert(child)
+        except Misfit as error:
+            problems.add(child.mark, f"{name}.{key}: {error}")
+            continue
+        if isinstance(found[key], int | float) and not isinstance(found[key], bool):
+            least = 0 if name in ("resources", "retry") else 1 if isinstance(found[key], int) else 1e-9
+            if found[key] < least:
+                problems.add(child.mark, f"{name}.{key}: {show(found[key])} is less than {least:g}")
+    return found
+
+
+def read_prune(node: Node | None, problems: Problems) -> dict[str, Any]:
+    """`prune: {asha: {...}}`, the one pruner there is."""
+    if node is None:
+        return {}
+    if not node.is_map or not node.value:
+        problems.add(node.mark, "prune is a mapping: {asha: {grace_steps: N}}")
+        return {}
+    for key in node.value:
+        if key != "asha":
+            problems.add(node.keys[key], f"there is no pruner {key!r}{near(key, ['asha'])}")
+    return {"asha": read("asha", node.get("asha"), problems)} if "asha" in node.value else {}
+
+
+def is_distribution(node: Node) -> bool:
+    return node.is_map and bool(DISTRIBUTIONS & node.value.keys())
+
+
+def is_generator(node: Node) -> bool:
+    return node.is_map and bool(GENERATORS & node.value.keys())
+
+
+def distribution(node: Node, problems: Problems) -> Distribution | None:
+    """Read a distribution, or a generated list as its values."""
+    if is_generator(node):
+        items = generated(node, problems)
+        return Distribution("values", tuple(item.value for item in items), node) if items else None
+    if not is_distribution(node) or len(node.value) != 1:
+        kinds = ", ".join(sorted(DISTRIBUTIONS | GENERATORS))
+        problems.add(
+            node.mark, f"{show(node.plain())} is no distribution: write one of {kinds} as {{log_uniform: [low, high]}}"
+        )
+        return None
+    kind, child = next(iter(node.value.items()))
+    if not child.is_list or any(item.is_list or item.is_map for item in child.value):
+        problems.add(child.mark, f"{kind} takes a list")
+        return None
+    values = tuple(item.value for item in child.value)
+    if kind == "values":
+        if not values:
+            problems.add(child.mark, "values is empty")
+        return Distribution(kind, values, node)
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(values) != 2 or len(numbers) != 2 or not values[0] < values[1]:
+        problems.add(child.mark, f"{kind} takes [low, high] with low < high, not {show(child.plain())}")
+        return None
+    if kind == "log_uniform" and values[0] <= 0:
+        problems.add(child.mark, f"log_uniform begins above 0, not at {show(values[0])}")
+        return None
+    if kind == "int_uniform" and not all(isinstance(v, int) for v in values):
+        problems.add(child.mark, f"int_uniform takes whole numbers, not {show(child.plain())}")
+        return None
+    return Distribution(kind, values, node)
+
+
+def generated(node: Node, problems: Problems) -> list[Node]:
+    """The nodes of `{logspace: [first, last, n]}` or `{linspace: ...}`, rounded to six digits."""
+    kind, child = next(iter(node.value.items()))
+    wrong = f"{kind} takes [first, last, n] with n a whole number of at least 2, not {show(child.plain())}"
+    values = [item.value for item in child.value] if child.is_list else []
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(node.value) != 1 or len(values) != 3 or len(numbers) != 3 or not isinstance(values[2], int):
+        problems.add(node.mark, wrong)
+        return []
+    first, last, n = values
+    if not 2 <= n <= 10_000 or (kind == "logspace" and (first <= 0 or last <= 0)):
+        problems.add(node.mark, wrong + (" and ends above 0" if kind == "logspace" else ""))
+        return []
+    shares = [number / (n - 1) for number in range(n)]
+    raw = [first * (last / first) ** s if kind == "logspace" else first + (last - first) * s for s in shares]
+    rounded = [float(f"{value:.6g}") for value in raw]
+    whole = isinstance(first, int) and isinstance(last, int) and all(value.is_integer() for value in rounded)
+    return [Node(int(value) if whole else value, node.mark) for value in rounded]

@@ -1,0 +1,268 @@
+"""What `validate`, `plan` and `ls` print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from runners.schema import Member, Plan, UserError
+from sweeps.catalog import Block, Catalog, Param
+from sweeps.reader import near
+from sweeps.types import show
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MAX_ROWS = 60
+PIPE_WIDTH = 200
+"""Columns of a table that goes to a file or another program: it has no width to fit."""
+
+
+def headline(plan: Plan) -> str:
+    """`30 trials (10 cells x 3 seeds), 30 evaluations, 1 comparison`."""
+    cells = len({member.cell for member in plan.members})
+    seeds = len({member.trial.seed for member in plan.members})
+    evaluations = sum(len(member.slices) for member in plan.members)
+    parts = [
+        f"{_count(len(plan.members), 'trial')} ({_count(cells, 'cell')} x {_count(seeds, 'seed')})",
+        _count(evaluations, "evaluation"),
+        _count(len(plan.tests), "comparison"),
+    ]
+    return ", ".join(parts)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def plan(found: Plan, selected: frozenset[str] | None, later: list[str], *, everything: bool = False) -> None:
+    """The whole plan for a person: cells, comparisons, notes."""
+    print(f"{found.sweep}: {found.question}" if found.question else found.sweep)
+    print(headline(found))
+    members = [m for m in found.members if selected is None or m.trial.id in selected]
+    if selected is not None:
+        print(f"--only takes {len(members):,} of {len(found.members):,} trials")
+    print()
+    _print(_cells(members, None if everything else MAX_ROWS))
+    if found.tests:
+        print()
+        _print(_tests(found))
+    for note in found.notes:
+        print(f"note: {note}")
+    for line in later:
+        print(f"not there yet: {line}")
+
+
+def _table(*columns: str, right: Iterable[str] = ()) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    Console(width=width, highlight=False, markup=False).print(table)
+
+
+def _cells(members: list[Member], limit: int | None) -> Table:
+    """One row a cell: what varies, the units that follow from others, the state, and its trials."""
+    rows: dict[str, list[Member]] = {}
+    for member in members:
+        rows.setdefault(member.cell, []).append(member)
+    table = _table("cell", "heads", "steps", "state bytes", "slices", "seeds", "trial", right=("state bytes", "slices"))
+    for number, (cell, group) in enumerate(rows.items()):
+        if limit is not None and number == limit:
+            table.add_row(f"... {len(rows) - limit:,} cells more: --all shows them", "", "", "", "", "", "")
+            break
+        first = group[0]
+        seeds = _ranges([member.trial.seed for member in group])
+        state = f"{first.state_bytes:,}"
+        table.add_row(cell, _heads(first), _steps(first), state, str(len(first.slices)), seeds, first.trial.id)
+    return table
+
+
+def _ranges(seeds: list[int]) -> str:
+    if len(seeds) > 2 and seeds == list(range(seeds[0], seeds[0] + len(seeds))):
+        return f"{seeds[0]}..{seeds[-1]}"
+    return ",".join(map(str, seeds))
+
+
+def _heads(member: Member) -> str:
+    """`2 x 32`: heads and their width, whichever of them the spec gives."""
+    model = member.trial.model
+    width, heads, head = model.get("d_model"), model.get("n_heads"), model.get("head_dim")
+    if not isinstance(width, int):
+        return ""
+    if heads is None:
+        heads = width // head if head else 1
+    return f"{heads} x {head or width // heads}"
+
+
+def _steps(member: Member) -> str:
+    """Updates and the batch in rows, where they follow without building the model; else the unit that is given."""
+    train, task = member.trial.train, member.trial.task
+    if train is None:
+        return "none"
+    rows = train.get("batch_size") or max(1, (train.get("batch_tokens") or 0) // (task.get("seq_len") or 1))
+    for unit in ("steps", "epochs", "tokens", "tokens_per_param"):
+        if train.get(unit) is not None:
+            return f"{show(train[unit])}{'' if unit == 'steps' else ' ' + unit.replace('_', ' ')} x {rows}"
+    return ""
+
+
+def _tests(found: Plan) -> Table:
+    table = _table("comparison", "metric", "blocks", "pairs", "slices", "unpaired", right=("blocks", "pairs", "slices"))
+    for test in found.tests:
+        blocks = len({pair.block for pair in test.pairs})
+        unpaired = f"{test.unpaired_a} of a, {test.unpaired_b} of b" if test.unpaired_a or test.unpaired_b else ""
+        step = f" at step {test.step}" if test.step is not None else ""
+        name = test.name.removesuffix(f" on {test.set}/{test.metric}")
+        row = (
+            name,
+            f"{test.set}/{test.metric}{step}",
+            str(blocks),
+            str(len(test.pairs)),
+            str(len(test.slices)),
+            unpaired,
+        )
+        table.add_row(*row)
+    return table
+
+
+# --- ls ---------------------------------------------------------------------------------------------------------
+
+KINDS = {"mechanisms": "mechanism", "tasks": "task", "model": "model", "train": "train", "specs": "spec"}
+
+
+def listing(kind: str | None, name: str | None, *, as_json: bool = False, catalog: Catalog | None = None) -> None:
+    """Print what there is, or one of it."""
+    catalog = catalog or Catalog()
+    if kind is not None and kind not in KINDS and kind + "s" not in KINDS:
+        if name is None and (found := _anything(kind, catalog)):
+            _one(found, as_json)
+            return
+        raise UserError(f"there is nothing to list under {kind!r}{near(kind, KINDS)}")
+    kinds = [kind if kind in KINDS else f"{kind}s"] if kind is not None else ["mechanisms", "tasks", "specs"]
+    if kinds[0] in ("model", "train"):
+        _one(catalog.block(kinds[0]), as_json)
+    elif name is not None and kinds[0] == "specs":
+        from sweeps import library
+
+        path, _ = library.find(name)
+        print(path.read_text(encoding="utf-8"), end="")
+    elif name is not None:
+        _one(catalog.block(KINDS[kinds[0]], name), as_json)
+    else:
+        _all(kinds, catalog, as_json)
+
+
+def _anything(name: str, catalog: Catalog) -> Block | None:
+    for kind in ("mechanism", "task"):
+        if name in catalog.names(kind):
+            return catalog.block(kind, name)
+    return None
+
+
+def _all(kinds: list[str], catalog: Catalog, as_json: bool) -> None:
+    lists = {kind: _specs() if kind == "specs" else _blocks(KINDS[kind], catalog) for kind in kinds}
+    if as_json:
+        print(json.dumps(lists if len(lists) > 1 else lists[kinds[0]], indent=1, ensure_ascii=False))
+        return
+    for number, (kind, entries) in enumerate(lists.items()):
+        if len(lists) > 1:
+            print(("\n" if number else "") + kind)
+        width = max((len(name) for name in entries), default=0)
+        for name, summary in entries.items():
+            print(f"  {name:<{width}}  {summary}".rstrip())
+
+
+def _blocks(kind: str, catalog: Catalog) -> dict[str, str]:
+    return {name: catalog.block(kind, name).summary for name in catalog.names(kind)}
+
+
+def _specs() -> dict[str, str]:
+    from sweeps import library
+    from sweeps.reader import read_file
+
+    found = {}
+    for name in library.names():
+        node, _ = read_file(library.SHIPPED / f"{name}.yaml", f"specs/{name}.yaml")
+        question = node.get("question")
+        found[name] = str(question.value) if question is not None else ""
+    return found
+
+
+def _one(block: Block, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(_as_json(block), indent=1, ensure_ascii=False))
+        return
+    print(f"{block.title}: {block.summary}\n")
+    _params(block.params)
+    for param, options in block.blocks.items():
+        for name, sub in options.items():
+            print(f"\n{block.kind}.{param}: {{name: {name}}}  {sub.summary}")
+            _params(sub.params)
+    for word, text in (("STATE", "state, fp32 elements a layer"), ("CACHE", "cache, activation elements a layer")):
+        if word in block.literals:
+            print(f"\n{text}: {block.literals[word]}", end="")
+    if block.limits:
+        print("\nrules: " + "\n       ".join(block.limits), end="")
+    if block.literals.get("METRICS"):
+        words = [f"{m} ({'higher' if d == 'max' else 'lower'} is better)" for m, d in block.literals["METRICS"].items()]
+        print(f"\nmetrics: {', '.join(words)}", end="")
+    print(f"\n\nsource: {block.path}")
+
+
+def _params(params: dict[str, Param]) -> None:
+    if not params:
+        print("  no parameters")
+        return
+    table = _table("  parameter", "type", "default", "meaning")
+    for name, param in params.items():
+        default = "required" if param.is_required else show(param.default)
+        table.add_row(f"  {name}", str(param.type), default, param.meaning)
+    _print(table)
+
+
+def _as_json(block: Block) -> dict[str, Any]:
+    def params(found: dict[str, Param]) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": p.name,
+                "type": str(p.type),
+                "required": p.is_required,
+                "default": None if p.is_required else p.default,
+                "meaning": p.meaning,
+            }
+            for p in found.values()
+        ]
+
+    known = (
+        "REVISION",
+        "STATE",
+        "CACHE",
+        "LIMITS",
+        "INERT",
+        "SAME_AS",
+        "METRICS",
+        "BOUNDS",
+        "CHANCE",
+        "SELECT",
+        "TRAINS",
+    )
+    return {
+        "kind": block.kind,
+        "name": block.name,
+        "summary": block.summary,
+        "params": params(block.params),
+        "blocks": {p: {n: params(s.params) for n, s in o.items()} for p, o in block.blocks.items()},
+        "literals": {word: block.literals[word] for word in known if word in block.literals},
+        "source": block.path,
+    }
