@@ -290,11 +290,11 @@ class Launch:
         with self._lock:
             running = {}
             for trial_id, (member, _, attempt) in self._running.items():
-                live = self.store.progress(trial_id)
-                mine = live is not None and live["attempt"] == attempt
-                running[f"{member.cell} seed={member.trial.seed}"] = (
-                    live["step"] / live["steps"] if live and mine else 0.0
-                )
+                folder = self.store.trial_folder(trial_id)
+                if (folder / "attempts" / str(attempt) / "log.txt").exists():  # else it waits for its worker
+                    live = self.store.progress(trial_id) or {}
+                    share = live["step"] / live["steps"] if live.get("attempt") == attempt else 0.0
+                    running[f"{member.cell} seed={member.trial.seed}"] = share
             worked = self._worked + sum(running.values())
             seconds = time.monotonic() - self._began
             return Tally(self._total, self._done, len(self._failures), running, seconds, worked)

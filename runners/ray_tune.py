@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import shutil
 import sys
@@ -104,6 +105,10 @@ class _Jobs(Searcher):
         self._next, self._done, self._should_stop = next_job, done, should_stop
         self.running: dict[str, Job] = {}
         self.problem: BaseException | None = None
+
+    def __reduce__(self) -> Any:
+        # Tune saves its searcher so as to restore it. Ours is made anew from the ledger, so an empty one will do.
+        return Searcher, ()
 
     def suggest(self, trial_id: str) -> Any:
         job = None
@@ -224,6 +229,8 @@ class RayExecutor:
                 _node_ip_address="127.0.0.1",
                 _temp_dir=self._session,
             )
+        # A failed trial is told by us, once, with its log; Ray would add its own traceback.
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
 
     def _fit(self, jobs: _Jobs) -> None:
         self._rounds += 1
@@ -244,6 +251,7 @@ class RayExecutor:
                     storage_path=str(self._scratch),
                     verbose=0,
                     failure_config=tune.FailureConfig(max_failures=0),
+                    checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
                 ),
             ).fit()
 
