@@ -27,6 +27,10 @@ from kernels._launch import accumulator, check, full_precision, resolve
 
 SELECT = ("top", "recent", "none")
 
+DENSE = 4
+"""Up to this many times what a query may read, all tokens are multiplied and the rest masked: few large products beat
+many small ones and the gathering. Longer pools are gathered."""
+
 
 class CacheState(NamedTuple):
     """Slots 0..W-1 are the cache, W.. the current block. `position` (int32) is -1 in a free slot."""
@@ -116,29 +120,69 @@ def reference(
     return torch.stack(out, 1), state
 
 
-class _Rows(torch.autograd.Function):
-    """x (R, D) at rows `index` (M,). The gradient sums repeated rows in a fixed order, on a GPU too."""
+class _Read(torch.autograd.Function):
+    """Each block's queries (J, N, C, K) over the rows `row` (J, N, S) of k (J, P, K) and v (J, P, V), and a sink (J,).
+
+    `row` None: over all rows, S = P. `hidden` (J, N, C, S) is what a query may not read. The gradient sums a row's uses
+    in a fixed order, on a GPU too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.shape = x.shape
-        return x.index_select(0, index)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor, row: Tensor | None, hidden: Tensor) -> Tensor:
+        k_JNSK, v_JNSV = _take(k, row), _take(v, row)
+        x = (q @ k_JNSK.mT).masked_fill_(hidden, -torch.inf)
+        sink_J111 = sink[:, None, None, None]
+        top = torch.maximum(x.amax(-1, keepdim=True), sink_J111)
+        p, p_sink = x.sub_(top).exp_(), (sink_J111 - top).exp_()
+        total = p.sum(-1, keepdim=True) + p_sink
+        p.div_(total)
+        out = p @ v_JNSV
+        ctx.save_for_backward(q, k_JNSK, v_JNSV, p, p_sink.div_(total), out, row)
+        ctx.n_pool = k.shape[1]
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        dx = dy.new_zeros(ctx.shape)
-        if dy.is_cuda:  # index_add is atomic there; this one sorts
-            return dx.index_put_((index,), dy, accumulate=True), None
-        return dx.index_add_(0, index, dy), None
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k_JNSK, v_JNSV, p, p_sink, out, row = ctx.saved_tensors
+        delta = torch.linalg.vecdot(do, out).unsqueeze(-1)
+        dx = (do @ v_JNSV.mT).sub_(delta).mul_(p)
+        dsink = -(p_sink * delta).sum((1, 2, 3))
+        dk, dv = (_give(rows, row, ctx.n_pool) for rows in (dx.mT @ q, p.mT @ do))
+        return dx @ k_JNSK, dk, dv, dsink, None, None
+
+
+def _flat(row_JNS: Tensor, n_pool: int) -> Tensor:
+    heads = torch.arange(row_JNS.shape[0], device=row_JNS.device) * n_pool
+    return (row_JNS + heads[:, None, None]).flatten()
+
+
+def _take(x_JPD: Tensor, row_JNS: Tensor | None) -> Tensor:
+    """The rows of each head's pool, (J, N, S, D)."""
+    if row_JNS is None:
+        return x_JPD.unsqueeze(1)
+    J, P, D = x_JPD.shape
+    return x_JPD.reshape(J * P, D).index_select(0, _flat(row_JNS, P)).view(*row_JNS.shape, D)
+
+
+def _give(dy_JNSD: Tensor, row_JNS: Tensor | None, n_pool: int) -> Tensor:
+    """The transpose of `_take`: (J, P, D)."""
+    if row_JNS is None:
+        return dy_JNSD.sum(1) if dy_JNSD.shape[1] > 1 else dy_JNSD[:, 0]
+    J, D = dy_JNSD.shape[0], dy_JNSD.shape[-1]
+    dx, flat, dy = dy_JNSD.new_zeros(J * n_pool, D), _flat(row_JNS, n_pool), dy_JNSD.reshape(-1, D)
+    if dy.is_cuda:  # index_add is atomic there; this one sorts
+        dx.index_put_((flat,), dy, accumulate=True)
+    else:
+        dx.index_add_(0, flat, dy)
+    return dx.view(J, n_pool, D)
 
 
 class _Pool(NamedTuple):
     """Every token a block may read, head-major: W slots of the state (if any), then N whole blocks of C."""
 
-    kv: Tensor  # (J, P, K + V)
+    k: Tensor  # (J, P, K)
+    v: Tensor  # (J, P, V)
     key: Tensor  # (J, P) int64
     m: Tensor  # (J, P)
     position: Tensor  # (J, P)
@@ -148,25 +192,30 @@ class _Pool(NamedTuple):
 
 def _pool(k: Tensor, v: Tensor, m: Tensor, state: CacheState | None, width: int, block: int, select: str) -> _Pool:
     B, T, H, _ = v.shape
-    kv = torch.cat([k, v], -1).transpose(1, 2).flatten(0, 1)
-    m = m.detach().transpose(1, 2).flatten(0, 1)
+    k, v, m = (x.transpose(1, 2).flatten(0, 1) for x in (k, v, m.detach()))
     if state is None:
         extra = -T % block
         position = torch.arange(T, device=k.device).expand(B * H, T)
-        kv, m, position = F.pad(kv, (0, 0, 0, extra)), F.pad(m, (0, extra)), F.pad(position, (0, extra), value=-1)
-        return _Pool(kv, rank_key(m, position, select), m, position, None, 0)
+        if extra:
+            k, v = (F.pad(x, (0, 0, 0, extra)) for x in (k, v))
+            m, position = F.pad(m, (0, extra)), F.pad(position, (0, extra), value=-1)
+        return _Pool(k, v, rank_key(m, position, select), m, position, None, 0)
     length_J = state.length.long().repeat_interleave(H)
     offset_J = length_J % block
-    size = -(-(T + block - 1) // block) * block
-    old = [x.transpose(1, 2).flatten(0, 1) for x in (torch.cat([state.k, state.v], -1), state.m, state.position)]
-    kv_old, m_old, position_old = old[0].to(kv.dtype), old[1].to(m.dtype), old[2].long()
+    longer = -(-(T + block - 1) // block) * block - block
     new_T = torch.arange(T, device=k.device)
     at_JT = width + offset_J[:, None] + new_T
-    longer = size - block
-    kv = F.pad(kv_old, (0, 0, 0, longer)).scatter(1, at_JT[..., None].expand(-1, -1, kv.shape[-1]), kv)
-    m = F.pad(m_old, (0, longer)).scatter(1, at_JT, m)
-    position = F.pad(position_old, (0, longer), value=-1).scatter(1, at_JT, length_J[:, None] + new_T)
-    return _Pool(kv, rank_key(m, position, select), m, position, offset_J, width)
+
+    def joined(old: Tensor, new: Tensor) -> Tensor:
+        old = old.to(new.dtype).transpose(1, 2).flatten(0, 1)
+        old = F.pad(old, (0, 0) * (old.dim() - 2) + (0, longer))
+        index = at_JT if new.dim() == 2 else at_JT[..., None].expand_as(new)
+        return old.scatter(1, index, new)
+
+    position = joined(state.position + 1, length_J[:, None] + new_T + 1) - 1  # the padding is -1
+    m = joined(state.m, m)
+    key = rank_key(m, position, select)
+    return _Pool(joined(state.k, k), joined(state.v, v), key, m, position, offset_J, width)
 
 
 def _choices(pool: _Pool, width: int, block: int) -> tuple[Tensor, Tensor]:
@@ -186,12 +235,28 @@ def _choices(pool: _Pool, width: int, block: int) -> tuple[Tensor, Tensor]:
     return torch.stack(rows, 1), torch.stack(keys, 1)
 
 
-def _rows(x_JPD: Tensor, row_JM: Tensor) -> Tensor:
-    """(J, M, D): the rows of each head's pool."""
-    J, P, D = x_JPD.shape
-    flat = (row_JM + torch.arange(J, device=row_JM.device)[:, None] * P).flatten()
-    out: Tensor = _Rows.apply(x_JPD.reshape(J * P, D), flat)
-    return out.view(J, row_JM.shape[1], D)
+def _look_rows(pool: _Pool, row_JNW: Tensor, empty_JNW: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """What each block reads, cache then block: rows (J, N, S), and what is hidden of them (J, N, C, S)."""
+    J, N, W = row_JNW.shape
+    own_NC = torch.arange(pool.n_cached, pool.n_cached + N * block, device=row_JNW.device).view(N, block)
+    row_JNS = torch.cat([row_JNW, own_NC.expand(J, N, block)], 2)
+    later_CC = torch.ones(block, block, dtype=torch.bool, device=row_JNW.device).triu(1)
+    hidden = [empty_JNW[:, :, None].expand(J, N, block, W), later_CC.expand(J, N, block, block)]
+    return row_JNS, torch.cat(hidden, 3)
+
+
+def _look_dense(pool: _Pool, row_JNW: Tensor, empty_JNW: Tensor, block: int) -> tuple[None, Tensor]:
+    """The same as one mask over the whole pool, (J, 1, N * C, P)."""
+    J, N, _ = row_JNW.shape
+    P, device = pool.key.shape[1], row_JNW.device
+    cached_JNP = torch.zeros(J, N, P + 1, dtype=torch.bool, device=device)
+    cached_JNP.scatter_(2, torch.where(empty_JNW, P, row_JNW), True)  # an empty slot falls behind the end
+    own = torch.arange(N * block, device=device)
+    block_of = own // block
+    seen = (block_of[:, None] == block_of) & (own[:, None] >= own)
+    seen = F.pad(seen, (pool.n_cached, 0))
+    cached = cached_JNP[..., :P].repeat_interleave(block, 1)
+    return None, (cached | seen).logical_not_().unsqueeze(1)
 
 
 def _chunked(
@@ -212,24 +277,20 @@ def _chunked(
     J, P = pool.key.shape
     N = (P - pool.n_cached) // block
     row_JNW, key_JNW = _choices(pool, width, block)
-    own = pool.kv[:, pool.n_cached :].view(J, N, block, pool.kv.shape[2])
-    cached = _rows(pool.kv, row_JNW[:, :N].flatten(1)).view(J, N, width, pool.kv.shape[2])
-    kv_JNSD = torch.cat([cached, own], 2)
+    dense = DENSE * (width + block) >= P
+    look = _look_dense if dense else _look_rows
+    row_JNS, hidden = look(pool, row_JNW[:, :N], key_JNW[:, :N] < 0, block)
     q_JTK = (q * gain).transpose(1, 2).flatten(0, 1)
     if pool.offset_J is None:
-        q_JPK = F.pad(q_JTK, (0, 0, 0, N * block - T))
+        q_JPK = F.pad(q_JTK, (0, 0, 0, N * block - T)) if T % block else q_JTK
     else:
         at_JT1 = (pool.offset_J[:, None] + torch.arange(T, device=q.device))[..., None]
         q_JPK = q_JTK.new_zeros(J, N * block, K).scatter(1, at_JT1.expand(-1, -1, K), q_JTK)
-    x_JNCS = q_JPK.view(J, N, block, K) @ kv_JNSD[..., :K].mT
-    hidden_CC = torch.ones(block, block, dtype=torch.bool, device=q.device).triu(1)
-    hidden = torch.cat([(key_JNW[:, :N, None] < 0).expand(-1, -1, block, -1), hidden_CC.expand(J, N, -1, -1)], 3)
-    x_JNCS = x_JNCS.masked_fill(hidden, -torch.inf)
-    sink_J = sink.to(x_JNCS.dtype).repeat(B).view(J, 1, 1, 1).expand(-1, N, block, -1)
-    p_JNCS = torch.cat([x_JNCS, sink_J], 3).softmax(3)[..., :-1]
-    o_JPV = (p_JNCS @ kv_JNSD[..., K:]).flatten(1, 2)
+    sink_J = sink.to(q.dtype).repeat(B)
+    q_JNCK = q_JPK.view(J, 1, N * block, K) if dense else q_JPK.view(J, N, block, K)
+    o_JPV = _Read.apply(q_JNCK, pool.k, pool.v, sink_J, row_JNS, hidden).flatten(1, 2)
     o_JTV = o_JPV[:, :T] if pool.offset_J is None else o_JPV.gather(1, at_JT1.expand(-1, -1, v.shape[-1]))
-    final = _final(pool, row_JNW, key_JNW, state, B, T, K, width, block)
+    final = _final(pool, row_JNW, key_JNW, state, B, T, width, block)
     return o_JTV.unflatten(0, (B, H)).transpose(1, 2), final
 
 
@@ -240,7 +301,6 @@ def _final(
     state: CacheState | None,
     B: int,
     T: int,
-    K: int,
     width: int,
     block: int,
 ) -> CacheState:
@@ -254,12 +314,13 @@ def _final(
     inside = begun_JC < pool.key.shape[1]  # after a whole last block, the next is not in the pool
     row_JS = torch.cat([row_JW, torch.where(inside, begun_JC, 0)], 1)
     there = torch.cat([key_JW >= 0, inside & (pool.position.gather(1, row_JS[:, width:]) >= 0)], 1)
-    kv = _rows(pool.kv, row_JS) * there[..., None]
+    kept = torch.where(there, row_JS, 0)[..., None]
+    k, v = (x.gather(1, kept.expand(-1, -1, x.shape[-1])) * there[..., None] for x in (pool.k, pool.v))
     m = pool.m.gather(1, row_JS).float() * there
     position = torch.where(there, pool.position.gather(1, row_JS), -1).int()
     seen = torch.full((B,), T, device=m.device, dtype=torch.int32)
-    kv, m, position = (x.unflatten(0, (B, -1)).transpose(1, 2) for x in (kv, m, position))
-    return CacheState(kv[..., :K], kv[..., K:], m, position, seen if state is None else state.length + seen)
+    k, v, m, position = (x.unflatten(0, (B, x.shape[0] // B)).transpose(1, 2) for x in (k, v, m, position))
+    return CacheState(k, v, m, position, seen if state is None else state.length + seen)
 
 
 @full_precision

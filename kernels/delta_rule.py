@@ -95,11 +95,12 @@ class _Chunked(torch.autograd.Function):
         _mask_scores(M, D)
         L = M[:, :, :C] if beta is None else M[:, :, :C] * beta
         write_end = write if tail is None else write * tail
-        x_in = x[first:] if Ga is None else x[first:] * Ga[first:].repeat(1, 1, 2, 1)
         rhs = v if beta is None else v * beta
         U = torch.linalg.solve_triangular(L, rhs, upper=False, unitriangular=True)
-        W = x_in[:, :, :C] if beta is None else x_in[:, :, :C] * beta[first:]
-        if W.shape[0]:
+        x_in = W = x[first:]
+        if x_in.shape[0]:
+            x_in = x_in if Ga is None else x_in * Ga[first:].repeat(1, 1, 2, 1)
+            W = x_in[:, :, :C] if beta is None else x_in[:, :, :C] * beta[first:]
             W = torch.linalg.solve_triangular(L[first:], W, upper=False, unitriangular=True)
         S, end = S0, []
         for n in range(q.shape[0]):
