@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from dashboards import stats
 from dashboards.table import Results, chance
 from runners.schema import Member, Pair, Plan, Status, Test
@@ -193,7 +195,8 @@ class _Scorer:
         return [score for pair in test.pairs if (score := self._pair(test, pair)) is not None]
 
     def _pair(self, test: Test, pair: Pair) -> PairScore | None:
-        a, b = self._side(test, pair.a), self._side(test, pair.b)
+        a = self._side(test, pair.a)
+        b = self._side(test, pair.b) if test.at_equal is None else self._at_equal_state(test, pair)
         if math.isnan(a) or math.isnan(b):
             return None
         if test.scale == "ratio" and (a <= 0 or b <= 0):
@@ -207,6 +210,17 @@ class _Scorer:
     def _side(self, test: Test, trials: tuple[str, ...]) -> float:
         scores = [self._trial(test, trial) for trial in trials]
         return sum(scores) / len(scores) if scores else math.nan
+
+    def _at_equal_state(self, test: Test, pair: Pair) -> float:
+        """Side b at the state of each trial of a: linear in the logarithm of the state, never beyond b's own sizes."""
+        by_state: dict[int, list[float]] = {}
+        for trial in pair.b:
+            by_state.setdefault(self.members[trial][0].state_bytes, []).append(self._trial(test, trial))
+        sizes = sorted(by_state)
+        scores = [sum(by_state[size]) / len(by_state[size]) for size in sizes]
+        wanted = [math.log2(self.members[trial][0].state_bytes) for trial in pair.a]
+        found = np.interp(wanted, [math.log2(size) for size in sizes], scores, left=math.nan, right=math.nan)
+        return float(found.mean())
 
     def _trial(self, test: Test, trial: str) -> float:
         """The trial's score on the test's metric; NaN where there is none (yet)."""

@@ -57,7 +57,7 @@ def _names(shown: list[Comparison]) -> list[str]:
     sides = [f"{c.test.a}\nagainst {c.test.b}" for c in shown]
     if len(set(sides)) == len(sides):
         return sides
-    named = [f"{side}\non {c.test.set}" for side, c in zip(sides, shown, strict=True)]
+    named = [f"{side}, on {c.test.set}" for side, c in zip(sides, shown, strict=True)]
     return named if len(set(named)) == len(named) else [c.test.name for c in shown]
 
 
@@ -72,11 +72,19 @@ def _row(c: Comparison, name: str, ratio: bool) -> dict[str, Any]:
 
 
 def _chart(rows: list[dict[str, Any]], parts: list[dict[str, Any]], metric: str, ratio: bool) -> Chart:
-    axis = alt.Axis(labelExpr="split(datum.label, '\\n')", labelLimit=320, ticks=False, domain=False, labelPadding=8)
+    axis = alt.Axis(
+        labelExpr="split(datum.label, '\\n')",
+        labelLimit=320,
+        ticks=False,
+        domain=False,
+        labelPadding=8,
+        labelOffset=-6.5,
+        labelLineHeight=13,
+    )
     y = alt.Y("test:N", sort=[str(row["test"]) for row in rows], title=None, axis=axis)
     scale = alt.Scale(type="log") if ratio else alt.Scale(zero=True, nice=True)
     title = f"{metric}: a ÷ b" if ratio else f"difference in {metric}, a − b"
-    numbers = alt.Axis(tickCount=6, format="~g" if ratio else "+~g")
+    numbers = alt.Axis(tickCount=6, format="~g")
     x = alt.X("effect:Q", title=title, scale=scale, axis=numbers)
     base, blocks = alt.Chart(pd.DataFrame(rows)), alt.Chart(pd.DataFrame(parts))
     paint = alt.Color("colour:N", scale=None)

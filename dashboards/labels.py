@@ -75,6 +75,8 @@ def nearly(value: float | None, digits: int = 3) -> str:
     """A number for people: three decimals below 100, a dash for nothing."""
     if value is None or math.isnan(value):
         return "–"
+    if abs(value) < 1e-9:
+        value = 0.0  # what is left of rounding
     if value != 0 and (abs(value) < 10**-digits or abs(value) >= 1e5):
         return f"{value:.2e}"
     return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:,.0f}"
@@ -104,6 +106,11 @@ def bytes_text(n: float | None) -> str:
             return f"{n:.4g} {unit}"
         n /= 1024
     return f"{n:.4g} GiB"
+
+
+def counted(n: int, word: str) -> str:
+    """`1 pair`, `3 pairs`."""
+    return f"{n} {word}" if n == 1 else f"{n} {word}s"
 
 
 def listed(words: Iterable[str]) -> str:

@@ -52,7 +52,7 @@ def save(figure: Figure, folder: Path, formats: Sequence[str] = ("png", "svg", "
     """Write `figure` with its caption into `folder` as png (3 pixels a point), svg, pdf or interactive html."""
     import vl_convert  # 0.1 s that only drawing needs
 
-    spec, version = figure.spec_with_caption(), _vega_lite_version()
+    spec, version = figure.spec_with_caption(), vega_lite_version()
     makers = {
         "png": lambda: vl_convert.vegalite_to_png(spec, vl_version=version, scale=3, ppi=72),
         "svg": lambda: vl_convert.vegalite_to_svg(spec, vl_version=version).encode(),
@@ -72,10 +72,10 @@ def svg(figure: Figure) -> str:
     """The chart as SVG text, without its caption."""
     import vl_convert
 
-    return str(vl_convert.vegalite_to_svg(figure.spec(), vl_version=_vega_lite_version()))
+    return str(vl_convert.vegalite_to_svg(figure.spec(), vl_version=vega_lite_version()))
 
 
-def _vega_lite_version() -> str:
+def vega_lite_version() -> str:
     """`6.4` from Altair's `v6.4.1`."""
     return ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
 

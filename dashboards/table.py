@@ -46,13 +46,17 @@ class Results:
         return {str(status): int(n) for status, n in self.members["status"].value_counts().items()}
 
 
-def load(plan: Plan, store: Path, statuses: Mapping[str, Status] | None = None) -> Results:
+Known = Mapping[str, tuple[Status, str | None]]
+"""Status and last error of a trial id, as the ledger has them."""
+
+
+def load(plan: Plan, store: Path, known: Known | None = None) -> Results:
     """Read every member of `plan` from the trial folders of `store`.
 
-    `statuses` (trial id: status, from the ledger) tells what folders cannot: running and pruned. It is believed only
-    for trials that are not done on disk.
+    `known`, from the ledger, tells what folders cannot: running, pruned, and workers that died without a word. It is
+    believed only for trials that are not done on disk.
     """
-    reader = _Reader(store / "trials", statuses or {})
+    reader = _Reader(store / "trials", known or {})
     rows, scores, curves = [], [], []
     for member in plan.members:
         row = reader.member(member)
@@ -83,9 +87,9 @@ def chance(slices: Iterable[EvalSlice], metric: str, task: str | None = None) ->
 class _Reader:
     """Reads trial folders one member at a time, keeping what later steps look up by id."""
 
-    def __init__(self, trials: Path, statuses: Mapping[str, Status]) -> None:
+    def __init__(self, trials: Path, known: Known) -> None:
         self.trials = trials
-        self.statuses = statuses
+        self.known = known
         self.stamps: dict[str, dict[str, Any]] = {}
         self.evals: dict[tuple[str, str], dict[str, float]] = {}
         self.warnings: list[str] = []
@@ -142,9 +146,9 @@ class _Reader:
             return Status.DIVERGED, None
         if result and all((member.trial.id, piece.id) in self.evals for piece in member.slices):
             return Status.COMPLETE, None
-        known = self.statuses.get(member.trial.id)
-        if known in (Status.RUNNING, Status.PRUNED):
-            return known, None
+        known, last = self.known.get(member.trial.id, (None, None))
+        if known in (Status.RUNNING, Status.PRUNED, Status.FAILED):
+            return known, (last or "no message") if known == Status.FAILED else None
         attempt = last_attempt(folder)
         error = folder / "attempts" / str(attempt) / "error.txt"
         if error.is_file():

@@ -1,0 +1,31 @@
+// Figures become interactive where scripts run; without them the SVG that is already there stays.
+for (const chart of document.querySelectorAll(".chart")) {
+  const spec = JSON.parse(document.getElementById(chart.dataset.spec).textContent);
+  const actions = { export: true, source: false, compiled: false, editor: false };
+  const live = document.createElement("div");
+  window.vegaEmbed(live, spec, { actions, renderer: "svg" })
+    .then(() => chart.replaceChildren(live))
+    .catch((error) => console.error(chart.dataset.spec, error));
+}
+
+// Headings sort their column; numbers sort by data-value, text as people read it.
+for (const table of document.querySelectorAll("table.sortable")) {
+  const body = table.tBodies[0];
+  [...table.tHead.rows[0].cells].forEach((heading, column) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.append(...heading.childNodes);
+    heading.append(button);
+    button.addEventListener("click", () => {
+      const rising = heading.getAttribute("aria-sort") !== "ascending";
+      for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
+      heading.setAttribute("aria-sort", rising ? "ascending" : "descending");
+      const key = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent.trim();
+      const compare = (a, b) => key(a).localeCompare(key(b), undefined, { numeric: true });
+      const byNumber = (a, b) => Number(key(a)) - Number(key(b));
+      const numeric = [...body.rows].every((row) => row.cells[column].dataset.value !== undefined);
+      const rows = [...body.rows].sort(numeric ? byNumber : compare);
+      body.replaceChildren(...(rising ? rows : rows.reverse()));
+    });
+  });
+}

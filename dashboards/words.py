@@ -1,0 +1,157 @@
+"""What a report says in sentences: the answer, what describes it, what to beware of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dashboards.cells import Cell, rises_with_load
+from dashboards.compare import Comparison
+from dashboards.figures import LOAD_FIRST, main_metric, title
+from dashboards.labels import Labels, bytes_text, counted, effect_text, listed, nearly, p_text
+from dashboards.stats import Verdict
+from dashboards.table import STAMP_FIELDS, Results
+from runners.schema import Plan, Status
+
+DESCRIBED = 6
+"""How many arms the descriptive sentence lists."""
+
+
+def answer(plan: Plan, results: Results, comparisons: Sequence[Comparison]) -> str:
+    """The report's first sentence, from the verdicts alone."""
+    done = sum(results.counts().get(status, 0) for status in (Status.COMPLETE, Status.DIVERGED))
+    if done == 0:
+        return f"No answer yet: none of {len(plan.members)} trials has finished."
+    if not comparisons:
+        return "This sweep tests nothing (its spec has no `compare`): figures and tables describe, nothing is claimed."
+    if len(comparisons) == 1:
+        return sentence(comparisons[0])
+    groups: dict[Verdict, list[Comparison]] = {verdict: [] for verdict in Verdict}
+    for found in comparisons:
+        groups[found.verdict].append(found)
+    decided = [*groups[Verdict.A_BETTER], *groups[Verdict.B_BETTER]]
+    parts = [f"{len(decided)} decided"] if decided else []
+    if decided:
+        parts[0] += f" ({'; '.join(_better(c) for c in decided[:4])}{'; …' if len(decided) > 4 else ''})"
+    for verdict, words in _GROUPS.items():
+        if groups[verdict]:
+            parts.append(f"{len(groups[verdict])} {words}")
+    return f"{len(comparisons)} comparisons: {listed(parts)}."
+
+
+def sentence(found: Comparison) -> str:
+    """One comparison as a sentence."""
+    test = found.test
+    by = f"{effect_text(found)}, {len(found.pairs)} pairs, adjusted p {p_text(found.p_adjusted)}"
+    if found.verdict in (Verdict.A_BETTER, Verdict.B_BETTER):
+        inside = "; smaller than the margin that matters" if "inside the margin" in found.reason else ""
+        return f"{_better(found)} in {test.set} {test.metric}: {by}{inside}."
+    if found.verdict == Verdict.NO_DIFFERENCE:
+        return (
+            f"No difference beyond {test.margin:g} in {test.set} {test.metric} between {test.a} and {test.b}: "
+            f"{effect_text(found)}, {len(found.pairs)} pairs."
+        )
+    if found.verdict == Verdict.MISSING:
+        return f"No verdict on {test.a} against {test.b}: {found.reason}."
+    few = f"only {found.reason}" if found.verdict == Verdict.TOO_FEW else found.reason
+    needs = f" It takes {found.needs}." if found.needs else ""
+    return (
+        f"Cannot tell whether {test.a} or {test.b} is better in {test.set} {test.metric}: {effect_text(found)}; "
+        f"{few}.{needs}"
+    )
+
+
+_GROUPS = {
+    Verdict.NO_DIFFERENCE: "without a difference beyond the margin",
+    Verdict.CANNOT_TELL: "undecided (cannot tell)",
+    Verdict.TOO_FEW: "with too few pairs to tell",
+    Verdict.MISSING: "without a verdict, as pairs are missing",
+}
+
+
+def _better(found: Comparison) -> str:
+    a, b = found.test.a, found.test.b
+    return f"{a} is better than {b}" if found.verdict == Verdict.A_BETTER else f"{b} is better than {a}"
+
+
+def described(plan: Plan, cells: Sequence[Cell]) -> str:
+    """The means at the last task setting, best first: description, without a test."""
+    scored = [cell for cell in cells if cell.main.n]
+    if not scored:
+        return ""
+    name, metric = main_metric(plan)
+    last = [cell for cell in scored if cell.condition == scored[-1].condition]
+    last.sort(key=lambda cell: cell.main.mean, reverse=plan.metrics.get(metric, "max") == "max")
+    shown = [f"{c.series} {nearly(c.main.mean)} ({bytes_text(c.state_bytes)})" for c in last[:DESCRIBED]]
+    where = f" at {scored[-1].condition}" if scored[-1].condition else ""
+    more = f", and {len(last) - DESCRIBED} more" if len(last) > DESCRIBED else ""
+    return f"Described, not tested: mean {title(f'{name}/{metric}')}{where} (bytes of state): {', '.join(shown)}{more}."
+
+
+def unfinished(plan: Plan, results: Results) -> str:
+    """What a reader must know first if the sweep is not done; empty if it is."""
+    counts = results.counts()
+    missing = {s: n for s, n in counts.items() if s not in (Status.COMPLETE, Status.DIVERGED)}
+    if not missing:
+        return ""
+    left = sum(missing.values())
+    parts = listed(f"{n} {status}" for status, n in missing.items())
+    return f"Not finished: {left} of {len(plan.members)} trials have no full result ({parts}). What follows may change."
+
+
+def notes(
+    plan: Plan, results: Results, comparisons: Sequence[Comparison], cells: Sequence[Cell], looks: int
+) -> list[str]:
+    """What to beware of: diverged and failed trials, missing pairs, looks, stamps that differ, odd orders."""
+    out = []
+    counts = results.counts()
+    if n := counts.get(Status.DIVERGED, 0):
+        out.append(f"{n} of {len(plan.members)} trials diverged: they score chance, and count in every mean")
+    if n := counts.get(Status.FAILED, 0):
+        out.append(f"{n} of {len(plan.members)} trials failed: their pairs count as missing")
+    for found in comparisons:
+        out += [f"{found.test.name}: {text}" for text in _beware(found)]
+    if looks > 1:
+        out.append(f"this sweep was looked at {looks} times while seeds were added: every p value is multiplied by it")
+    if dict(plan.spec.get("search") or {}).get("seeds") == "same":
+        out.append("winners were selected on the seeds shown here: their scores are biased upwards")
+    for name in stamps_that_differ(results):
+        out.append(f"trials differ in {name}: see provenance")
+    out += rises_with_load(cells, condition_loads(plan), plan.metrics.get(main_metric(plan)[1], "max"))
+    return [*out, *plan.notes, *results.warnings]
+
+
+def _beware(found: Comparison) -> list[str]:
+    out = []
+    if found.n_missing:
+        out.append(f"{found.n_missing} of {counted(len(found.test.pairs), 'pair')} missing")
+    if found.n_diverged:
+        out.append(f"{counted(found.n_diverged, 'diverged trial')} in its pairs, scored at chance")
+    if found.test.unpaired_a or found.test.unpaired_b:
+        out.append(
+            f"{counted(found.test.unpaired_a, 'setting')} of a and {found.test.unpaired_b} of b without a partner"
+        )
+    if found.n_stamps_differ:
+        out.append(f"{counted(found.n_stamps_differ, 'pair')} run under different code, versions or devices")
+    return out
+
+
+def condition_loads(plan: Plan) -> dict[str, float]:
+    """The load of each condition: its pairs, else its length. Empty where neither varies."""
+    labels = Labels(plan)
+    for name in LOAD_FIRST:
+        loads = {labels.condition(m): m.trial.task[name] for m in plan.members if name in m.trial.task}
+        if len(set(loads.values())) > 1:
+            return loads
+    return {}
+
+
+def stamps_that_differ(results: Results) -> dict[str, dict[str, int]]:
+    """Stamp fields with more than one value, and how many trials have which."""
+    out: dict[str, dict[str, int]] = {}
+    for name in STAMP_FIELDS:
+        counts: dict[str, int] = {}
+        for stamp in results.stamps.values():
+            counts[str(stamp.get(name))] = counts.get(str(stamp.get(name)), 0) + 1
+        if len(counts) > 1:
+            out[name] = counts
+    return out
