@@ -77,8 +77,24 @@ class Block:
         return self.literals.get("TRAINS", True)
 
     @cached_property
-    def limits(self) -> list[str]:
-        return list(self.literals.get("LIMITS", []))
+    def own_limits(self) -> tuple[str, ...]:
+        """The rules that read this block's parameters alone."""
+        return tuple(rule for rule in self.literals.get("LIMITS", []) if formula.names(rule) <= self.params.keys())
+
+    @cached_property
+    def outer_limits(self) -> tuple[str, ...]:
+        """The rules that read other blocks' parameters too."""
+        return tuple(rule for rule in self.literals.get("LIMITS", []) if rule not in self.own_limits)
+
+    @cached_property
+    def outer_names(self) -> frozenset[str]:
+        """Other blocks' parameters that the rules read; `conv` follows from one of the model."""
+        found = frozenset(name for rule in self.outer_limits for name in formula.names(rule)) - self.params.keys()
+        return found | {"short_conv"} if "conv" in found else found
+
+    @cached_property
+    def limits(self) -> tuple[str, ...]:
+        return self.own_limits + self.outer_limits
 
     @cached_property
     def derived(self) -> dict[str, str]:

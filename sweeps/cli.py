@@ -6,6 +6,7 @@ traceback.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -56,6 +57,7 @@ def plan(
     from sweeps import plan as planning
     from sweeps import show
 
+    gc.disable()  # a plan of ten thousand trials is many objects that all live to the end
     found = planning.load(spec, profile=profile, sets=sets or [], only=only)
     selected = planning.select(found, only) if only else None
     if as_json:

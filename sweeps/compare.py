@@ -231,7 +231,7 @@ class Comparer:
         own = next((s for s in self.evaluation.sets if s.name == set_), None)
         for cell in self.cells:
             if own is not None and own.task:
-                for slice_ in self.evaluation.slices(cell):
+                for slice_ in cell.slices:
                     if slice_.set == set_:
                         task = self.evaluation.resolved[slice_.id]
                         found.setdefault(task.block.name, task)
@@ -364,6 +364,7 @@ class Comparer:
             return None
         if not self._can_differ(entry, a, b, paths, shared, groups_a, groups_b, slices):
             return None
+        self._same.clear()  # the slices that count differ from test to test
         direction, bounded = self._direction(entry)
         return Test(
             name=f"{a.label} vs {b.label}" + ("" if entry.set == "test" else f" on {entry.set}/{entry.metric}"),
@@ -396,7 +397,7 @@ class Comparer:
                 )
                 return None
             return {}
-        every = {s.id: s for cell in cells for s in self.evaluation.slices(cell) if s.set == entry.set}
+        every = {s.id: s for cell in cells for s in cell.slices if s.set == entry.set}
         if not every and cells:
             self.problems.add(
                 entry.node.mark, f"this comparison pairs nothing: none of its trials is evaluated on {entry.set!r}"
@@ -450,16 +451,16 @@ class Comparer:
         )
         return True
 
-    def _model(self, cell: Cell, slices: dict[str, EvalSlice]) -> str:
+    def _model(self, cell: Cell, slices: dict[str, EvalSlice]) -> Key:
         """What a cell computes: its settings without those that have no effect, in training and on each slice."""
-        memo = tuple(id(block) for block in cell.blocks.values())
-        own = [s.id for s in self.evaluation.slices(cell) if s.id in slices]
-        if (*memo, hash(tuple(own))) not in self._same:
-            tasks = [cell.blocks["task"], *(self.evaluation.resolved[id_] for id_ in own)]
-            parts = [repr(self._effective(cell, task)) for task in tasks]
-            parts += [block.text for kind, block in cell.blocks.items() if kind != "mechanism"]
-            self._same[(*memo, hash(tuple(own)))] = "\n".join(parts)
-        return self._same[(*memo, hash(tuple(own)))]
+        blocks = cell.blocks
+        memo = (id(cell.slices), *(id(blocks[kind]) for kind in ("mechanism", "task", "model")))
+        if memo not in self._same:
+            ids = [s.id for s in cell.slices if s.id in slices]
+            tasks = [blocks["task"], *(self.evaluation.resolved[id_] for id_ in ids)]
+            self._same[memo] = repr([self._effective(cell, task) for task in tasks])
+        rest = (blocks[kind].text for kind in ("task", "model", "train") if kind in blocks)
+        return (self._same[memo], *rest)
 
     def _effective(self, cell: Cell, task: Resolved) -> tuple[str, tuple[tuple[str, Any], ...]]:
         """Name and settings of the mechanism that matter on this task, after INERT and SAME_AS."""
@@ -517,4 +518,6 @@ def _pairs(
 
 
 def _count(groups: dict[Key, list[Cell]], shared: list[Key]) -> int:
-    return sum(len(cell.ids) for key, cells in groups.items() if key not in shared for cell in cells)
+    """Trials without a partner."""
+    partners = set(shared)
+    return sum(len(cell.ids) for key, cells in groups.items() if key not in partners for cell in cells)

@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from runners.schema import BLOCKS
+from runners.schema import BLOCKS, EvalSlice
 from sweeps import conditions
 from sweeps.catalog import Catalog
 from sweeps.conditions import MISSING, Condition, Universe
@@ -26,7 +26,7 @@ MAX_TRIALS = 200_000
 
 @dataclass(slots=True, eq=False)
 class Cell:
-    """One combination. `name`, `varying` and `ids` are filled in once all cells are known."""
+    """One combination. Its name and what follows are filled in once all cells are known."""
 
     arm: str
     blocks: dict[str, Resolved]
@@ -35,6 +35,7 @@ class Cell:
     name: str = ""
     varying: dict[str, Any] = field(default_factory=dict)
     ids: dict[int, str] = field(default_factory=dict)
+    slices: tuple[EvalSlice, ...] = ()
 
     def get(self, path: str) -> Any:
         """The value at a path, or `MISSING`. A searched value is not one of the cell's."""
@@ -94,23 +95,30 @@ class Expander:
         spec = self.spec
         has_search = bool(spec.search) or any(option.searched for options in axes for option in options)
         for choice in product(*(range(len(options)) for options in axes)):
-            options = [axes[n][at] for n, at in enumerate(choice)]
+            options = [options[at] for options, at in zip(axes, choice, strict=True)]
             searched = _searched(spec, options) if has_search else {}
-            raws: dict[str, Raw] = {}
-            for kind in BLOCKS:
-                if kind == "train" and not raws["task"].block.trains:
-                    break
-                raw = self._raw(kind, tuple(choice[n] for n in self.touching[kind]), options, searched)
-                if raw is None:
-                    break
-                raws[kind] = raw
-                if kind == "task":
-                    self.trains.add(raw.block.trains)
-            needed = [kind for kind in BLOCKS if kind != "train" or ("task" in raws and raws["task"].block.trains)]
-            blocks = self.resolver.settle(raws) if len(raws) == len(needed) else None
+            raws = self._chosen(choice, options, searched)
+            if raws is None:
+                continue
+            blocks = self.resolver.settle(raws)
             if blocks is not None:
                 arm = next((option.arm for option in options if option.arm), None) or spec.base_arm
                 yield Cell(arm or raws["mechanism"].block.name, blocks, searched), raws
+
+    def _chosen(
+        self, choice: tuple[int, ...], options: list[Option], searched: dict[str, Distribution]
+    ) -> dict[str, Raw] | None:
+        """The blocks of one combination; None if one does not fit (which is told)."""
+        raws: dict[str, Raw] = {}
+        for kind, touching in self.touching.items():
+            if kind == "train" and not raws["task"].block.trains:
+                continue
+            raw = self._raw(kind, tuple([choice[n] for n in touching]), options, searched)
+            if raw is None:
+                return None
+            raws[kind] = raw
+        self.trains.add(raws["task"].block.trains)
+        return raws
 
     def _raw(
         self, kind: str, chosen: tuple[int, ...], options: list[Option], searched: dict[str, Distribution]
@@ -229,20 +237,26 @@ class Expander:
             order.update(dict.fromkeys(axis.paths()))
         for _, settings in self.spec.when:
             order.update(dict.fromkeys(settings))
-        values: dict[str, set[Any]] = {path: set() for path in order}
         by_arm: dict[str, dict[str, set[Any]]] = {}
-        for cell in cells:
-            arm = by_arm.setdefault(cell.arm, {path: set() for path in order})
+        for arm, kind, block, searched in {
+            (cell.arm, kind, id(block), frozenset(cell.searched)): (cell.arm, kind, block, cell.searched)
+            for cell in cells
+            for kind, block in cell.blocks.items()
+        }.values():
+            seen = by_arm.setdefault(arm, {path: set() for path in order})
             for path in order:
-                value = cell.get(path)
-                if value is not MISSING:
-                    k = conditions.key(value)
-                    values[path].add(k)
-                    arm[path].add(k)
-        varying = [path for path in order if len(values[path]) > 1]
+                if head(path) == kind and path in block.flat and path not in searched:
+                    seen[path].add(conditions.key(block.flat[path]))
+        varying = [path for path in order if len(set().union(*(arm[path] for arm in by_arm.values()))) > 1]
         within = {name: [path for path in varying if len(arm[path]) > 1] for name, arm in by_arm.items()}
+        kinds = [(path, head(path)) for path in varying]
         for cell in cells:
-            cell.varying = {path: value for path in varying if (value := cell.get(path)) is not MISSING}
+            flats = {kind: block.flat for kind, block in cell.blocks.items()}
+            cell.varying = {
+                path: flats[kind][path]
+                for path, kind in kinds
+                if kind in flats and path in flats[kind] and path not in cell.searched
+            }
             parts = [
                 f"{path.rpartition('.')[2]}-{_word(cell.varying[path])}"
                 for path in within[cell.arm]

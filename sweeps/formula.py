@@ -17,6 +17,7 @@ from typing import Any
 from runners.schema import UserError
 
 FUNCTIONS = {"min": min, "max": max, "log": math.log}
+GLOBALS: dict[str, Any] = {"__builtins__": {}, **FUNCTIONS}
 
 ALLOWED = (
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Call, ast.IfExp),
@@ -71,12 +72,27 @@ def names(text: str) -> frozenset[str]:
 def evaluate(text: str, values: Mapping[str, Any]) -> Any:
     """The formula's value. Raises `UserError` for a name without a value, or where the arithmetic has no result."""
     try:
-        code, read = parse(text)
-        missing = sorted(read - values.keys())
-        if missing:
-            raise ValueError(f"{text!r} reads {missing[0]!r}, which is no parameter here")
-        return eval(code, {"__builtins__": {}, **FUNCTIONS}, {name: values[name] for name in read})
+        return eval(parse(text)[0], GLOBALS, values)
+    except NameError as error:
+        raise UserError(f"{text!r} reads {error.name!r}, which is no parameter here") from error
     except (ArithmeticError, TypeError) as error:
         raise UserError(f"{text!r} has no value: {error}") from error
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def all_hold(rules: tuple[str, ...], values: Mapping[str, Any]) -> bool:
+    """Whether every rule holds; quick, because they are evaluated as one. A rule without a value does not hold."""
+    if not rules:
+        return True
+    try:
+        return bool(eval(_joined(rules), GLOBALS, values))
+    except (ArithmeticError, TypeError, ValueError, NameError):
+        return False
+
+
+@cache
+def _joined(rules: tuple[str, ...]) -> CodeType:
+    for rule in rules:
+        parse(rule)
+    return compile(" and ".join(f"({rule.strip()})" for rule in rules), "<rules>", "eval")

@@ -44,12 +44,13 @@ def load(
         problems.check()
     trials = identify(expansion.cells, read.seeds, problems)
     evaluation = Evaluation(reader, expander.resolver, expansion.cells, assembled.is_patched)
-    slices = [evaluation.slices(cell) for cell in expansion.cells]
-    if not reader.is_sound or any(not found for found in slices):
+    for cell in expansion.cells:
+        cell.slices = evaluation.slices(cell)
+    if not reader.is_sound or not all(cell.slices for cell in expansion.cells):
         problems.check()
     tests = Comparer(expansion, evaluation, catalog, assembled.is_patched).tests(assembled.tree.get("compare"))
     _note_searches(read.search, expansion.cells, problems)
-    _note_unevaluated(expansion.cells, evaluation, problems)
+    _note_unevaluated(expansion.cells, problems)
     problems.check()
     plain = {key: node.plain() for key, node in assembled.tree.value.items() if key != "profiles"}
     plan = Plan(
@@ -57,7 +58,7 @@ def load(
         question=read.question,
         spec=plain,
         source=assembled.text,
-        members=tuple(_member(cell, seed, trial, evaluation) for cell, seed, trial in trials),
+        members=tuple(_member(cell, seed, trial) for cell, seed, trial in trials),
         tests=tests,
         metrics=_metrics(expansion.cells, evaluation),
         resources=read.resources,
@@ -69,7 +70,7 @@ def load(
     return plan
 
 
-def _member(cell: Cell, seed: int, trial: str, evaluation: Evaluation) -> Member:
+def _member(cell: Cell, seed: int, trial: str) -> Member:
     blocks = cell.blocks
     train = blocks.get("train")
     settings = Trial(
@@ -80,7 +81,7 @@ def _member(cell: Cell, seed: int, trial: str, evaluation: Evaluation) -> Member
         blocks["model"].settings,
         train.settings if train is not None else None,
     )
-    return Member(settings, cell.arm, cell.name, cell.varying, cell.state_bytes, evaluation.slices(cell))
+    return Member(settings, cell.arm, cell.name, cell.varying, cell.state_bytes, cell.slices)
 
 
 def _metrics(cells: list[Cell], evaluation: Evaluation) -> dict[str, str]:
@@ -102,8 +103,8 @@ def _note_searches(search: dict[str, Any], cells: list[Cell], problems: Problems
             problems.note(f"search: {path} is given in every arm, so nothing is searched")
 
 
-def _note_unevaluated(cells: list[Cell], evaluation: Evaluation, problems: Problems) -> None:
-    bare = [cell.name for cell in cells if not evaluation.slices(cell)]
+def _note_unevaluated(cells: list[Cell], problems: Problems) -> None:
+    bare = [cell.name for cell in cells if not cell.slices]
     if bare:
         problems.note(f"{len(bare)} cells have no evaluation, as {bare[0]}: no set's `if` matches them")
 

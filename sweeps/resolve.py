@@ -18,9 +18,6 @@ from sweeps.reader import Mark, Node, Problems, near
 from sweeps.spec import Written, head
 from sweeps.types import Misfit, show
 
-Broken = tuple["Resolved", str, frozenset[str], dict[str, Any]]
-"""Whose rule is broken, the rule, the names it reads and their values."""
-
 MATCH_LIMIT = 1 << 24
 """The largest value that `match` tries."""
 
@@ -340,7 +337,7 @@ class Resolver:
             low, high = (middle, high) if size(middle) <= form.number else (low, middle)
         for value in range(low, max(0, low - 256), -1):
             blocks = at(value)
-            if not any(True for _ in self._broken(blocks, blocks)):
+            if not any(True for owner in blocks.values() for _ in self._broken(blocks, owner)):
                 reached = size(value)
                 if reached < 0.95 * form.number:
                     short = f"{100 * (1 - reached / form.number):.0f} % below {form.number:,.0f}"
@@ -427,37 +424,34 @@ class Resolver:
 
     def check(self, blocks: Mapping[str, Resolved]) -> bool:
         """Whether the rules of all blocks hold for a trial; broken ones are told where their values are written."""
-        shape = {kind: block for kind, block in blocks.items() if kind != "train"}
-        fine = self._check(shape, blocks)
-        train = blocks.get("train")
-        return fine if train is None else self._check({"train": train}, blocks) and fine
-
-    def _check(self, owners: Mapping[str, Resolved], blocks: Mapping[str, Resolved]) -> bool:
-        memo = tuple(id(block) for block in owners.values())
-        if "train" in owners:
-            memo = (*memo, id(blocks["task"]))
-        if memo not in self._limits:
-            broken = list(self._broken(blocks, owners))
-            for owner, rule, names, env in broken:
-                self._tell(owner, rule, names, env, blocks)
-            self._limits[memo] = not broken
-        return self._limits[memo]
+        fine = True
+        for owner in blocks.values():
+            if not owner.block.limits:
+                continue
+            # Rules of its own parameters are checked once a block, whatever stands around it.
+            memo: tuple[int, ...] = (id(owner),)
+            if owner.block.outer_limits:
+                read = owner.block.outer_names
+                memo = (id(owner), *[id(block) for block in blocks.values() if not read.isdisjoint(block.block.params)])
+            if memo not in self._limits:
+                broken = list(self._broken(blocks, owner))
+                for rule, env in broken:
+                    self._tell(owner, rule, env, blocks)
+                self._limits[memo] = not broken
+            fine = self._limits[memo] and fine
+        return fine
 
     @staticmethod
-    def _broken(blocks: Mapping[str, Resolved], owners: Mapping[str, Resolved]) -> Iterator[Broken]:
-        """The rules of `owners` that a trial breaks; a training mixture's segments each have to keep the task's."""
-        outer = environment(blocks)
-        for owner in owners.values():
-            parts = [{}, *(owner.env.get("segments") or [])]
-            for part in parts:
-                env = {**outer, **owner.env, **(part if isinstance(part, dict) else {})}
-                for rule in owner.block.limits:
-                    if not formula.evaluate(rule, env):
-                        yield owner, rule, formula.names(rule), env
+    def _broken(blocks: Mapping[str, Resolved], owner: Resolved) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The rules of `owner` that a trial breaks; a training mixture's segments each have to keep the task's."""
+        outer = environment(blocks) if owner.block.outer_limits else {}
+        for part in [{}, *(owner.env.get("segments") or [])]:
+            env = {**outer, **owner.env, **part}
+            if not formula.all_hold(owner.block.limits, env):
+                yield from ((rule, env) for rule in owner.block.limits if not formula.evaluate(rule, env))
 
-    def _tell(
-        self, owner: Resolved, rule: str, names: frozenset[str], env: Mapping[str, Any], blocks: Mapping[str, Resolved]
-    ) -> None:
+    def _tell(self, owner: Resolved, rule: str, env: Mapping[str, Any], blocks: Mapping[str, Resolved]) -> None:
+        names = formula.names(rule)
         raws = [owner.raw, *(block.raw for block in blocks.values() if block is not owner)]
         marks = [(m in raw.late, raw.marks[m]) for raw in raws for m in raw.marks if m.rpartition(".")[2] in names]
         marks = [(late, mark) for late, mark in marks if late] or marks

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runners.schema import Member, Plan, UserError
 from sweeps.catalog import Block, Catalog, Param
 from sweeps.reader import near
 from sweeps.types import show
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 MAX_ROWS = 60
-PIPE_WIDTH = 200
-"""Columns of a table that goes to a file or another program: it has no width to fit."""
 
 
 def headline(plan: Plan) -> str:
@@ -45,46 +39,47 @@ def plan(found: Plan, selected: frozenset[str] | None, later: list[str], *, ever
     if selected is not None:
         print(f"--only takes {len(members):,} of {len(found.members):,} trials")
     print()
-    _print(_cells(members, None if everything else MAX_ROWS))
+    _cells(members, None if everything else MAX_ROWS).print()
     if found.tests:
         print()
-        _print(_tests(found))
+        _tests(found).print()
     for note in found.notes:
         print(f"note: {note}")
     for line in later:
         print(f"not there yet: {line}")
 
 
-def _table(*columns: str, right: Iterable[str] = ()) -> Table:
-    from rich.table import Table
+class _Table:
+    """Aligned columns. Rich would wrap and colour them, and takes longer to import than a plan takes to make."""
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
+    def __init__(self, *columns: str, right: Iterable[str] = ()) -> None:
+        self.right = [column in right for column in columns]
+        self.rows: list[tuple[str, ...]] = [columns]
+
+    def add(self, *row: str) -> None:
+        self.rows.append(row)
+
+    def print(self) -> None:
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        for row in self.rows:
+            cells = zip(row, widths, self.right, strict=True)
+            print("  ".join(f"{c:>{w}}" if right else f"{c:<{w}}" for c, w, right in cells).rstrip())
 
 
-def _print(table: Table) -> None:
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    Console(width=width, highlight=False, markup=False).print(table)
-
-
-def _cells(members: list[Member], limit: int | None) -> Table:
+def _cells(members: list[Member], limit: int | None) -> _Table:
     """One row a cell: what varies, the units that follow from others, the state, and its trials."""
     rows: dict[str, list[Member]] = {}
     for member in members:
         rows.setdefault(member.cell, []).append(member)
-    table = _table("cell", "heads", "steps", "state bytes", "slices", "seeds", "trial", right=("state bytes", "slices"))
+    table = _Table("cell", "heads", "steps", "state bytes", "slices", "seeds", "trial", right=("state bytes", "slices"))
     for number, (cell, group) in enumerate(rows.items()):
         if limit is not None and number == limit:
-            table.add_row(f"... {len(rows) - limit:,} cells more: --all shows them", "", "", "", "", "", "")
+            table.add(f"... {len(rows) - limit:,} cells more: --all shows them", "", "", "", "", "", "")
             break
         first = group[0]
         seeds = _ranges([member.trial.seed for member in group])
         state = f"{first.state_bytes:,}"
-        table.add_row(cell, _heads(first), _steps(first), state, str(len(first.slices)), seeds, first.trial.id)
+        table.add(cell, _heads(first), _steps(first), state, str(len(first.slices)), seeds, first.trial.id)
     return table
 
 
@@ -117,8 +112,8 @@ def _steps(member: Member) -> str:
     return ""
 
 
-def _tests(found: Plan) -> Table:
-    table = _table("comparison", "metric", "blocks", "pairs", "slices", "unpaired", right=("blocks", "pairs", "slices"))
+def _tests(found: Plan) -> _Table:
+    table = _Table("comparison", "metric", "blocks", "pairs", "slices", "unpaired", right=("blocks", "pairs", "slices"))
     for test in found.tests:
         blocks = len({pair.block for pair in test.pairs})
         unpaired = f"{test.unpaired_a} of a, {test.unpaired_b} of b" if test.unpaired_a or test.unpaired_b else ""
@@ -132,7 +127,7 @@ def _tests(found: Plan) -> Table:
             str(len(test.slices)),
             unpaired,
         )
-        table.add_row(*row)
+        table.add(*row)
     return table
 
 
@@ -224,11 +219,11 @@ def _params(params: dict[str, Param]) -> None:
     if not params:
         print("  no parameters")
         return
-    table = _table("  parameter", "type", "default", "meaning")
+    table = _Table("  parameter", "type", "default", "meaning")
     for name, param in params.items():
         default = "required" if param.is_required else show(param.default)
-        table.add_row(f"  {name}", str(param.type), default, param.meaning)
-    _print(table)
+        table.add(f"  {name}", str(param.type), default, param.meaning)
+    table.print()
 
 
 def _as_json(block: Block) -> dict[str, Any]:

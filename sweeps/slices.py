@@ -40,6 +40,8 @@ class Evaluation:
         self.reader, self.resolver, self.problems = reader, resolver, resolver.problems
         self.known = universe(cells, is_patched) if reader.tree.get("evaluate") is not None else None
         self.sets = self._read()
+        conditional = any(s.condition is not None for s in self.sets)
+        self._always = () if conditional else tuple(range(len(self.sets)))
         self._slices: dict[tuple[Any, ...], tuple[EvalSlice, ...]] = {}
         self._own: dict[tuple[int, int], Raw | None] = {}
         self.resolved: dict[str, Resolved] = {}
@@ -156,7 +158,9 @@ class Evaluation:
 
     def slices(self, cell: Cell) -> tuple[EvalSlice, ...]:
         """Every evaluation of a cell's trained model. A slice that a rule forbids is told at its place in the grid."""
-        chosen = tuple(n for n, s in enumerate(self.sets) if s.condition is None or s.condition.holds(cell.get))
+        chosen = self._always or tuple(
+            n for n, s in enumerate(self.sets) if s.condition is None or s.condition.holds(cell.get)
+        )
         blocks = cell.blocks
         memo = (chosen, *(id(blocks[kind]) for kind in ("mechanism", "task", "model")))
         if memo not in self._slices:
