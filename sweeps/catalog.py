@@ -87,12 +87,6 @@ class Block:
         return tuple(rule for rule in self.literals.get("LIMITS", []) if rule not in self.own_limits)
 
     @cached_property
-    def outer_names(self) -> frozenset[str]:
-        """Other blocks' parameters that the rules read; `conv` follows from one of the model."""
-        found = frozenset(name for rule in self.outer_limits for name in formula.names(rule)) - self.params.keys()
-        return found | {"short_conv"} if "conv" in found else found
-
-    @cached_property
     def limits(self) -> tuple[str, ...]:
         return self.own_limits + self.outer_limits
 

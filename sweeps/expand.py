@@ -238,14 +238,13 @@ class Expander:
         for _, settings in self.spec.when:
             order.update(dict.fromkeys(settings))
         by_arm: dict[str, dict[str, set[Any]]] = {}
-        for arm, kind, block, searched in {
-            (cell.arm, kind, id(block), frozenset(cell.searched)): (cell.arm, kind, block, cell.searched)
-            for cell in cells
-            for kind, block in cell.blocks.items()
-        }.values():
-            seen = by_arm.setdefault(arm, {path: set() for path in order})
+        distinct = {
+            (c.arm, id(block), *c.searched): (c, kind, block) for c in cells for kind, block in c.blocks.items()
+        }
+        for cell, kind, block in distinct.values():
+            seen = by_arm.setdefault(cell.arm, {path: set() for path in order})
             for path in order:
-                if head(path) == kind and path in block.flat and path not in searched:
+                if head(path) == kind and path in block.flat and path not in cell.searched:
                     seen[path].add(conditions.key(block.flat[path]))
         varying = [path for path in order if len(set().union(*(arm[path] for arm in by_arm.values()))) > 1]
         within = {name: [path for path in varying if len(arm[path]) > 1] for name, arm in by_arm.items()}

@@ -246,6 +246,13 @@ class Resolver:
 
     def settle(self, raws: Mapping[str, Raw]) -> dict[str, Resolved] | None:
         """Decide every setting of a trial's blocks; None if a form has no value (which is told)."""
+        found: dict[str, Resolved] = {}
+        for kind, raw in raws.items():
+            if raw.forms or () not in raw.settled:
+                break
+            found[kind] = raw.settled[()]
+        else:
+            return found
         forms = {path: form for raw in raws.values() for path, form in raw.forms.items()}
         values: dict[str, Any] = {}
         if forms:
@@ -255,7 +262,6 @@ class Resolver:
                 form = error.args[1] if len(error.args) > 1 else next(iter(forms.values()))
                 self.problems.add(form.mark, str(error.args[0]))
                 return None
-        found = {}
         for kind, raw in raws.items():
             own = tuple(values[path] for path in raw.forms)
             if own not in raw.settled:
@@ -424,22 +430,18 @@ class Resolver:
 
     def check(self, blocks: Mapping[str, Resolved]) -> bool:
         """Whether the rules of all blocks hold for a trial; broken ones are told where their values are written."""
-        fine = True
-        for owner in blocks.values():
-            if not owner.block.limits:
-                continue
-            # Rules of its own parameters are checked once a block, whatever stands around it.
-            memo: tuple[int, ...] = (id(owner),)
-            if owner.block.outer_limits:
-                read = owner.block.outer_names
-                memo = (id(owner), *[id(block) for block in blocks.values() if not read.isdisjoint(block.block.params)])
-            if memo not in self._limits:
-                broken = list(self._broken(blocks, owner))
-                for rule, env in broken:
-                    self._tell(owner, rule, env, blocks)
-                self._limits[memo] = not broken
-            fine = self._limits[memo] and fine
-        return fine
+        around = (id(blocks["task"]), id(blocks["model"]))
+        train = blocks.get("train")
+        fine = self._check((id(blocks["mechanism"]), *around), blocks, ("mechanism", "task", "model"))
+        return fine if train is None else self._check((id(train), *around), blocks, ("train",)) and fine
+
+    def _check(self, memo: tuple[int, ...], blocks: Mapping[str, Resolved], kinds: tuple[str, ...]) -> bool:
+        if memo not in self._limits:
+            broken = [(blocks[kind], *found) for kind in kinds for found in self._broken(blocks, blocks[kind])]
+            for owner, rule, env in broken:
+                self._tell(owner, rule, env, blocks)
+            self._limits[memo] = not broken
+        return self._limits[memo]
 
     @staticmethod
     def _broken(blocks: Mapping[str, Resolved], owner: Resolved) -> Iterator[tuple[str, dict[str, Any]]]:

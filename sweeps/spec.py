@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -103,7 +104,9 @@ class Spec:
     budget: dict[str, Any]
 
 
+@cache
 def head(path: str) -> str:
+    """The block a path belongs to."""
     return path.partition(".")[0]
 
 
