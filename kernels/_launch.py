@@ -37,9 +37,10 @@ def full_precision(op: F) -> F:
     """Runs `op` with autocast off: an op's own upcasts decide its precision, whatever region it is called from."""
 
     @functools.wraps(op)
-    def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(x.device.type, enabled=False):
-            return op(x, *args, **kwargs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        device = next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        with torch.autocast(device.type, enabled=False):
+            return op(*args, **kwargs)
 
     return wrapped  # type: ignore[return-value]
 

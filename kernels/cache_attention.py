@@ -16,6 +16,7 @@ Letters: B batch, T time, H heads, J = B * H, N blocks, C block, W width, S = W 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -80,10 +81,11 @@ def cache_attention_step(
     """One token, and the law. q, k (B, H, K), v (B, H, V), m (B, H) -> o (B, H, V), next state."""
     slot_B = width + state.length % block
     here_BS1 = (torch.arange(width + block, device=q.device) == slot_B[:, None])[..., None]
-    k_all = torch.where(here_BS1[..., None], k[:, None].to(state.k.dtype), state.k)
-    v_all = torch.where(here_BS1[..., None], v[:, None].to(state.v.dtype), state.v)
-    m_all = torch.where(here_BS1, m.detach().float()[:, None], state.m)
     position = torch.where(here_BS1, state.length[:, None, None], state.position)
+    free = (position < 0)[..., None]
+    k_all = torch.where(here_BS1[..., None], k[:, None].to(state.k.dtype), state.k).masked_fill(free, 0.0)
+    v_all = torch.where(here_BS1[..., None], v[:, None].to(state.v.dtype), state.v).masked_fill(free, 0.0)
+    m_all = torch.where(here_BS1, m.detach().float()[:, None], state.m)
     x_BSH = torch.einsum("bhk,bshk->bsh", q * gain, k_all.to(q.dtype)).masked_fill(position < 0, -torch.inf)
     p_BSH = torch.cat([x_BSH, sink.to(x_BSH.dtype).expand(x_BSH.shape[0], 1, -1)], 1).softmax(1)[:, :-1]
     o = torch.einsum("bsh,bshv->bhv", p_BSH, v_all.to(q.dtype))
@@ -392,3 +394,45 @@ def _check(
         shapes["initial_state.length"] = (state.length, (B,))
     for name, (x, shape) in shapes.items():
         check("cache_attention", name, x, shape)
+
+
+def examples(T: int, dtype: torch.dtype, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+    """Arguments of `cache_attention` that use each of its options: ties, sequences at different places, no sink."""
+    B, H, K, V = 2, 2, 5, 7
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, dtype=dtype, generator=generator)
+
+    def unit(*size: int) -> Tensor:
+        return F.normalize(draw(*size), dim=-1)
+
+    for width, block, select, start in (
+        (5, 16, "top", False),
+        (3, 4, "top", True),
+        (7, 1, "recent", True),
+        (5, 16, "recent", False),
+        (0, 8, "none", True),
+        (200, 32, "top", False),
+    ):
+        state = empty_state(B, H, K, V, width=width, block=block, device=torch.device("cpu"), dtype=dtype)
+        for _ in range(19 if start else 0):  # the second sequence is five tokens behind the first
+            inputs = (unit(B, H, K), unit(B, H, K), draw(B, H, V), draw(B, H).abs())
+            gain, sink = torch.ones(K, dtype=dtype), torch.zeros(H)
+            settings: dict[str, Any] = {"width": width, "block": block, "gain": gain, "sink": sink, "select": select}
+            _, after = cache_attention_step(state, *inputs, **settings)
+            late_B = torch.tensor([True, int(state.length[0]) >= 5])
+            late = [late_B.view(B, *(1 for _ in x.shape[1:])) for x in after]
+            pick = [torch.where(*one) for one in zip(late, after, state, strict=True)]
+            state = CacheState(*pick)
+        yield {
+            "q": unit(B, T, H, K),
+            "k": unit(B, T, H, K),
+            "v": draw(B, T, H, V),
+            "m": (3 * draw(B, T, H).abs()).round(),
+            "width": width,
+            "block": block,
+            "gain": 2 + draw(K),
+            "sink": draw(H) if start else torch.full((H,), -torch.inf, dtype=dtype),
+            "select": select,
+            "initial_state": state if start else None,
+        }

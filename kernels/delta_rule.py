@@ -19,6 +19,7 @@ Letters: B batch, T time, H heads, J = B * H, N chunks, C chunk length, K key wi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -282,3 +283,29 @@ def _check(
         check("delta_rule", "initial_state", state, (B, H, K, V))
     if residual not in (None, "norm", "full"):
         raise ValueError(f"delta_rule: residual={residual!r} should be None, 'norm' or 'full'")
+
+
+def examples(T: int, dtype: torch.dtype, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+    """Arguments of `delta_rule` that use each of its options: Hk < H, K != V and odd, beta 0 and 1, hard decay."""
+    B, H, K, V = 2, 4, 5, 7
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, dtype=dtype, generator=generator)
+
+    def unit(*size: int) -> Tensor:
+        return torch.nn.functional.normalize(draw(*size), dim=-1)
+
+    for gated in (False, True):
+        for apart in (False, True):
+            for start in (False, True):
+                Hk = H if start == apart else H // 2
+                beta = (draw(B, T, H).sigmoid() * 1.5 - 0.25).clamp(0, 1) if gated or start else None
+                g = -draw(B, T, H).abs() if gated else None
+                if g is not None and start:
+                    g[torch.rand(g.shape, generator=generator) < 0.1] = -1e3
+                    g[torch.rand(g.shape, generator=generator) < 0.1] = -torch.inf
+                a, b = unit(B, T, Hk, K), unit(B, T, Hk, K) if apart else None
+                inputs = {"q": draw(B, T, Hk, K), "a": a, "b": b, "v": draw(B, T, H, V), "beta": beta, "g": g}
+                state = draw(B, H, K, V) if start else None
+                residual = ("full", "norm", None)[(gated + apart + start) % 3]
+                yield {**inputs, "scale": 0.3, "residual": residual, "initial_state": state}

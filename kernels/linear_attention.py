@@ -17,6 +17,9 @@ Letters: B batch, T time, H heads, J = B * H, N chunks, C chunk length, K key wi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -184,3 +187,25 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, normalize: bool, s
     check("linear_attention", "S of initial_state", S, (B, H, K, V))
     if z is not None:
         check("linear_attention", "z of initial_state", z, (B, H, K))
+
+
+def examples(T: int, dtype: torch.dtype, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+    """Arguments of `linear_attention` that together use each of its options: Hk < H, K != V and odd, every decay."""
+    B, Hk, H, K, V = 2, 2, 4, 5, 7
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, dtype=dtype, generator=generator)
+
+    decays = {"none": None, "head": (H,), "token": (B, T, H), "channel": (B, T, H, K)}
+    for decay, size in decays.items():
+        for normalize in (False, True):
+            start = normalize == (decay in ("none", "channel"))
+            g = None if size is None else -draw(*size).abs()
+            if g is not None and g.dim() > 1:
+                g[torch.rand(g.shape, generator=generator) < 0.1] = -1e3
+                g[torch.rand(g.shape, generator=generator) < 0.1] = -torch.inf
+            q, k = (draw(B, T, Hk, K).exp() if normalize else draw(B, T, Hk, K) for _ in range(2))
+            S, z = draw(B, H, K, V), draw(B, H, K).exp()
+            state = ((S, z) if normalize else S) if start else None
+            settings = {"scale": 0.3, "normalize": normalize, "initial_state": state}
+            yield {"q": q, "k": k, "v": draw(B, T, H, V), "g": g, **settings}

@@ -7,6 +7,7 @@ Carried state: the last W-1 tokens, (B, W-1, D), in the dtype of x. Letters: B b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -97,3 +98,14 @@ def short_conv_step(x_BD: Tensor, w_DW: Tensor, activation: str | None, state: T
     """One token: (B, D) and the state in, (B, D) and the next state out."""
     y_BTD, state = short_conv(x_BD[:, None], w_DW, activation, state)
     return y_BTD[:, 0], state
+
+
+def examples(T: int, dtype: torch.dtype, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+    """Arguments of `short_conv` that together use each of its options."""
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, dtype=dtype, generator=generator)
+
+    for activation, start in ((None, False), ("silu", True)):
+        state = draw(3, 3, 5) if start else None
+        yield {"x_BTD": draw(3, T, 5), "w_DW": draw(5, 4), "activation": activation, "state": state}

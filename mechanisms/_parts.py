@@ -24,6 +24,7 @@ Letters: B batch, T time, D model width, H heads, K key width, V value width.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,12 +62,16 @@ class Base(nn.Module):
         """Draws the parameters that are neither weights of `nn.Linear` nor constants. See the file's docstring."""
         for name, module in self.named_modules():
             if isinstance(module, ShortConv | DecayGate):
-                module.draw(lambda parameter, prefix=name: generator(f"{prefix}.{parameter}"))
+                module.draw(functools.partial(_named, generator, name))
 
     def step(self, x_BD: Tensor, state: State) -> tuple[Tensor, State]:
         """One token. A mechanism whose `forward` costs nothing extra at T = 1 inherits this."""
         y_BTD, state = self(x_BD[:, None], state)
         return y_BTD[:, 0], state
+
+
+def _named(generator: Callable[[str], torch.Generator], module: str, parameter: str) -> torch.Generator:
+    return generator(f"{module}.{parameter}")
 
 
 class ShortConv(nn.Module):
@@ -110,7 +115,7 @@ class Projections(nn.Module):
         elif self.activation:
             qkv = nn.functional.silu(qkv)
         q, k, v = qkv.split(self.sizes, -1)
-        return *(t.unflatten(-1, (self.n_heads, -1)) for t in (q, k, v)), carried  # type: ignore[return-value]
+        return *(t.unflatten(-1, (self.n_heads, -1)) for t in (q, k, v)), carried
 
     def initial_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> State:
         if self.conv is None:
@@ -171,7 +176,7 @@ class _UnitNorm(torch.autograd.Function):
 def unit_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(|x|^2 + eps) along the last dimension, in fp32 or better. A zero vector stays zero."""
     with torch.autocast(x.device.type, enabled=False):
-        return _UnitNorm.apply(x.to(accumulator(x)), eps)  # type: ignore[no-any-return]
+        return _UnitNorm.apply(x.to(accumulator(x)), eps)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -203,7 +208,7 @@ class RmsNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(accumulator(x))
-            return _RmsNorm.apply(x, self.weight.to(x.dtype), self.eps)  # type: ignore[no-any-return]
+            return _RmsNorm.apply(x, self.weight.to(x.dtype), self.eps)
 
 
 class GatedOutput(nn.Module):
@@ -217,7 +222,7 @@ class GatedOutput(nn.Module):
 
     def forward(self, o_BTHV: Tensor, x_BTD: Tensor) -> Tensor:
         gate = nn.functional.silu(self.gate(x_BTD))
-        return self.out(self.norm(o_BTHV).flatten(2) * gate)  # type: ignore[no-any-return]
+        return self.out(self.norm(o_BTHV).flatten(2) * gate)
 
 
 def rotate(x_BTHK: Tensor, position_BT: Tensor, theta: float = 1e4) -> Tensor:
