@@ -349,7 +349,7 @@ class Launch:
     # ---- after -------------------------------------------------------------------------------------------------
 
     def _summary(self, skipped: int, backlog: str | None) -> Summary:
-        found = survey(self.store, self.ledger, self.plan, self.revision, self.only)
+        found = survey(self.store, self.ledger, self.plan, self.revision, self.only, believe=True)
         totals = counts(found)
         is_whole = sum(item.need == Need.NOTHING for item in found) == len(found)
         code = Exit.INTERRUPTED if self._stopped_by == "signal" else Exit.OK if is_whole else Exit.FAILED

@@ -33,6 +33,8 @@ MARK = TAG + "sent"
 BATCH = 1000
 """Most metrics in one call: MLflow's own limit."""
 TICK_S = 2.0
+PATIENCE_S = 15.0
+"""How long a driver that ends waits for another one that is writing to the same experiment."""
 _RUN_STATUS = {
     Status.RUNNING: "RUNNING",
     Status.COMPLETE: "FINISHED",
@@ -60,7 +62,11 @@ def resolve_uri(store: Store, given: str | None) -> str:
 
 def _key(store: Store, uri: str) -> str:
     """How the ledger calls a server: without its password, and the store's own by a name that survives a move."""
-    return "store" if uri == store.mlflow_uri else re.sub(r"//[^/@]*@", "//", uri)
+    return "store" if uri == store.mlflow_uri else _without_password(uri)
+
+
+def _without_password(text: str) -> str:
+    return re.sub(r"//[^/@\s]*@", "//", text)
 
 
 def make_client(uri: str) -> Any:
@@ -118,6 +124,9 @@ class Projection:
         """Send what is missing: how many runs changed. Raises what MLflow raises."""
         if self._client is None:
             self._open()
+        elif self._uri.startswith("sqlite:///") and not Path(self._uri.removeprefix("sqlite:///")).exists():
+            # The open file would take everything and keep nothing.
+            raise FileNotFoundError("MLflow's database was deleted")
         rows = self._ledger.rows(self._plan.sweep, self._revision)
         shared = self._ledger.sweeps_of(rows)
         known = self._ledger.evaluations(rows)
@@ -339,12 +348,12 @@ class Projector(threading.Thread):
         self._problem = problem
         return False
 
-    def finish(self, patience_s: float = 15.0) -> str | None:
+    def finish(self) -> str | None:
         """Stop the thread and send the rest: None, or why MLflow lags behind."""
         self._over.set()
         if self.is_alive():
             self.join(60)
-        end = time.monotonic() + patience_s
+        end = time.monotonic() + PATIENCE_S
         while not self.once() and self._problem == "another driver is writing to MLflow" and time.monotonic() < end:
             time.sleep(0.5)
         with contextlib.suppress(Exception):
@@ -388,9 +397,9 @@ def _summary_run(client: Any, experiment_id: str) -> str:
 
 
 def explain(error: Exception) -> str:
-    """The first line of what MLflow or the network said, short."""
+    """The first line of what MLflow or the network said, short and without a password."""
     text = str(error).strip().splitlines()
-    line = text[0] if text else ""
+    line = _without_password(text[0]) if text else ""
     return f"{type(error).__name__}: {line}"[:300] if line else type(error).__name__
 
 

@@ -42,10 +42,18 @@ def need(store: Store, member: Member) -> Need:
     return Need.EVALUATE if final.exists() else Need.RETRAIN
 
 
-def survey(store: Store, ledger: Ledger, plan: Plan, revision: int, only: frozenset[str] | None) -> list[Found]:
+def survey(
+    store: Store,
+    ledger: Ledger,
+    plan: Plan,
+    revision: int,
+    only: frozenset[str] | None,
+    *,
+    believe: bool = False,
+) -> list[Found]:
     """Every member (of `only`), in plan order. Results found on disk enter the ledger; rows without one leave it.
 
-    What the ledger calls done is believed if the files are there; `doctor` reads them.
+    Every result is read and its checksum compared; with `believe`, what the ledger calls done only has to be there.
     """
     rows = ledger.rows(plan.sweep, revision)
     known = ledger.evaluations(rows)
@@ -55,7 +63,7 @@ def survey(store: Store, ledger: Ledger, plan: Plan, revision: int, only: frozen
             continue
         row = rows[member.trial.id]
         wanted = {part.id for part in member.slices} if row.status == Status.COMPLETE else set()
-        if row.status.is_done and wanted <= known[row.id] and _files_are_there(store, row.id, wanted):
+        if believe and row.status.is_done and wanted <= known[row.id] and _files_are_there(store, row.id, wanted):
             found.append(Found(member, row, Need.NOTHING))
             continue
         missing = need(store, member)

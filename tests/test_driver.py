@@ -1,0 +1,387 @@
+"""Launches: only what is missing runs, failures are told, drivers share, kills lose nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+import stores
+from engines import Fake
+
+from runners import driver, launching, resources, trial
+from runners.ledger import Ledger
+from runners.schema import Exit, Plan, Trial, UserError
+from runners.store import Store, write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return stores.make(tmp_path / "runs")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    made = Fake()
+    monkeypatch.setattr(trial, "load_engine", made.engine)
+    return made
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return []
+
+
+Launch = Callable[..., driver.Summary]
+
+
+@pytest.fixture
+def launch(store: Store, fake: Fake, lines: list[str]) -> Launch:
+    def run(plan: Plan, **arguments: Any) -> driver.Summary:
+        return driver.launch(plan, store=store.root, executor="inline", say=lines.append, **arguments)
+
+    return run
+
+
+def fail_seed(seed: int, times: int = 10**9, problem: type[Exception] = ValueError) -> Callable[[Trial, int], None]:
+    """Fails trials of `seed` at step 3, `times` times in all."""
+    left = [times]
+
+    def check(one: Trial, step: int) -> None:
+        if one.seed == seed and step == 3 and left[0]:
+            left[0] -= 1
+            raise problem("not this one")
+
+    return check
+
+
+def test_a_second_launch_runs_nothing_and_says_so(launch: Launch, lines: list[str], fake: Fake) -> None:
+    first = launch(plans.plan())
+    assert (first.ran, first.skipped, first.counts, first.exit_code) == (4, 0, {"complete": 4}, Exit.OK)
+    lines.clear()
+    again = launch(plans.plan())
+    assert (again.ran, again.skipped, again.counts, again.exit_code) == (0, 4, {"complete": 4}, Exit.OK)
+    assert lines == ["tiny revision 1: 4 trials, 4 already done: 0 to run"]
+    assert len(fake.trained) == 4
+
+
+def test_more_seeds_and_values_run_only_the_difference(launch: Launch, lines: list[str], fake: Fake) -> None:
+    launch(plans.plan())
+    assert launch(plans.plan(seeds=(0, 1, 2))).ran == 2
+    assert launch(plans.plan(seeds=(0, 1, 2), lrs=(1e-3, 2e-3, 3e-3))).ran == 3
+    assert len(set(fake.trained)) == len(fake.trained) == 9
+    summary = launch(plans.plan(seeds=(0,)))
+    assert (summary.ran, summary.revision) == (0, 4)
+    assert any("7 trials of revision 3 are no longer planned; their results stay" in line for line in lines)
+
+
+def test_new_slices_are_evaluated_without_training(launch: Launch, fake: Fake, lines: list[str]) -> None:
+    launch(plans.plan())
+    summary = launch(plans.plan(slices=(4, 8)))
+    assert (summary.ran, summary.evaluated, summary.skipped) == (0, 4, 0)
+    assert any("4 of them only to evaluate" in line for line in lines)
+    assert (len(fake.trained), len(fake.evaluated)) == (4, 8)
+
+
+def test_final_weights_gone_is_told_and_trained_again(launch: Launch, store: Store, lines: list[str]) -> None:
+    plan = plans.plan()
+    launch(plan)
+    shutil.rmtree(store.trial_folder(plan.members[0].trial.id) / "checkpoints")
+    summary = launch(plans.plan(slices=(4, 8)))
+    assert (summary.ran, summary.evaluated) == (1, 3)
+    assert any("1 of them to train again" in line for line in lines)
+
+
+def test_a_trial_of_two_sweeps_runs_once(launch: Launch, fake: Fake) -> None:
+    launch(plans.plan(sweep="one"))
+    assert launch(plans.plan(sweep="two", seeds=(0, 1, 2))).ran == 2
+    assert len(fake.trained) == 6
+
+
+def test_only_runs_a_part_and_keeps_the_plan(launch: Launch, store: Store) -> None:
+    plan = plans.plan()
+    part = frozenset(m.trial.id for m in plan.members[:1])
+    summary = launch(plan, only=part)
+    assert (summary.ran, summary.counts, summary.exit_code) == (1, {"complete": 1}, Exit.OK)
+    assert driver.status(store.root, "tiny")[0].counts == {"complete": 1, "planned": 3}
+    assert launch(plan).ran == 3
+
+
+def test_one_failure_is_told_at_once_and_the_rest_goes_on(launch: Launch, fake: Fake, lines: list[str]) -> None:
+    fake.before_step = fail_seed(0)
+    plan = plans.plan()
+    summary = launch(plan)
+    assert (summary.counts, summary.exit_code) == ({"failed": 2, "complete": 2}, Exit.FAILED)
+    assert [(f.trial, f.seed, f.kind, f.error) for f in summary.failures] == [
+        (plan.members[i].trial.id, 0, "error", "ValueError: not this one") for i in (0, 2)
+    ]
+    told = [line for line in lines if line.startswith("failed (error): lr-0.001 softmax, seed 0: ValueError")]
+    assert len(told) == 1
+    assert str(summary.failures[0].log) in told[0]
+    assert "ValueError" in summary.failures[0].log.read_text()
+    # By default a launch tries failed ones again; without, it still does not call them done.
+    left = launch(plan, failed=False)
+    assert (left.ran, left.exit_code, len(left.failures)) == (0, Exit.FAILED, 2)
+    fake.before_step = lambda *_: None
+    mended = launch(plan)
+    assert (mended.ran, mended.exit_code) == (2, Exit.OK)
+    assert (mended.failures, fake.started_at[-1]) == ([], 2)  # from its checkpoint
+
+
+@pytest.mark.parametrize(
+    ("retry", "problem", "times", "code", "attempts"),
+    [
+        ({"infra": 2}, ConnectionError, 2, Exit.OK, 3),
+        ({"infra": 1}, ConnectionError, 2, Exit.FAILED, 2),
+        ({"infra": 2, "error": 0}, ValueError, 1, Exit.FAILED, 1),
+        ({"error": 1}, ValueError, 1, Exit.OK, 2),
+        ({"oom": 1}, MemoryError, 1, Exit.OK, 2),
+    ],
+)
+def test_retries_are_counted_by_kind(
+    launch: Launch, fake: Fake, store: Store, retry: dict[str, int], problem: type, times: int, code: int, attempts: int
+) -> None:
+    fake.before_step = fail_seed(0, times, problem)
+    plan = plans.plan(seeds=(0,), lrs=(1e-3,), retry=retry)
+    assert launch(plan).exit_code == code
+    one = plan.members[0].trial.id
+    assert store.last_attempt(one) == attempts
+    assert all((store.trial_folder(one) / "attempts" / str(n + 1) / "log.txt").exists() for n in range(attempts))
+
+
+def test_oom_split_asked_for_is_said_not_to_be_there(launch: Launch, lines: list[str]) -> None:
+    plan = plans.plan(spec={"retry": {"oom": "split"}}, retry={"oom": "split"})
+    launch(plan)
+    assert any("retry.oom: split is not there yet" in line for line in lines)
+
+
+def test_collision_stops_the_launch_and_overwrites_nothing(launch: Launch, store: Store, fake: Fake) -> None:
+    plan = plans.plan()
+    one = plan.members[1].trial
+    other = one.settings() | {"train": one.train | {"lr": 7.0}}
+    path = store.trial_folder(one.id) / "settings.json"
+    write_json(path, other)
+    with pytest.raises(UserError, match=rf"share the trial id {one.id}: train\.lr"):
+        launch(plan)
+    assert json.loads(path.read_text()) == other
+    assert one.id not in fake.trained
+    assert Ledger.open(store).drivers() == []
+
+
+def test_a_result_on_disk_is_taken_in(launch: Launch, store: Store, fake: Fake) -> None:
+    """The driver died between the worker's commit and its own row; or the ledger is new."""
+    launch(plans.plan())
+    for path in store.root.glob("ledger.db*"):
+        path.unlink()
+    summary = launch(plans.plan())
+    assert (summary.ran, summary.counts) == (0, {"complete": 4})
+    assert len(fake.trained) == 4
+
+
+def test_torn_and_missing_results_run_again(launch: Launch, store: Store, fake: Fake) -> None:
+    plan = plans.plan()
+    launch(plan)
+    torn, gone, no_eval, _ = (store.trial_folder(m.trial.id) for m in plan.members)
+    (torn / "result.json").write_text("{")
+    shutil.rmtree(gone)
+    shutil.rmtree(no_eval / "evals")
+    summary = launch(plan)
+    assert (summary.ran, summary.evaluated, summary.exit_code) == (2, 1, Exit.OK)
+    findings = driver.doctor(store.root)
+    assert [f.level for f in findings if f.level == "problem"] == []
+
+
+def test_doctor_finds_what_was_torn(launch: Launch, store: Store) -> None:
+    plan = plans.plan()
+    launch(plan)
+    assert any("files and ledger agree" in f.what for f in driver.doctor(store.root))
+    (store.trial_folder(plan.members[0].trial.id) / "result.json").write_text("{")
+    assert any("1 results cannot be read" in f.what for f in driver.doctor(store.root))
+    for path in store.root.glob("ledger.db*"):
+        path.unlink()
+    assert any(f.level == "problem" and "not in the ledger" in f.what for f in driver.doctor(store.root))
+    found = driver.doctor(store.root, rebuild=True)
+    assert any("made again from the folders: 1 sweeps, 1 revisions, 4 trials" in f.what for f in found)
+    assert driver.status(store.root, "tiny")[0].counts == {"planned": 1, "complete": 3}
+
+
+def test_two_drivers_at_once_share_the_work(store: Store, fake: Fake) -> None:
+    fake.step_s = 0.01
+    plan = plans.plan(seeds=range(6))
+    start = threading.Barrier(2)
+
+    def one(_: int) -> driver.Summary:
+        start.wait()
+        return driver.launch(plan, store=store.root, executor="inline", say=lambda _: None)
+
+    with ThreadPoolExecutor(2) as pool:
+        summaries = list(pool.map(one, range(2)))
+    assert len(set(fake.trained)) == len(fake.trained) == 12
+    assert [s.counts for s in summaries] == [{"complete": 12}] * 2  # each waited for the other's
+    assert [s.exit_code for s in summaries] == [Exit.OK] * 2
+    assert sum(s.ran for s in summaries) == 12
+    assert min(s.ran for s in summaries) >= 1
+    assert store.revisions("tiny") == [1]
+
+
+def test_status_reads_a_running_sweep(store: Store, fake: Fake) -> None:
+    seen: list[driver.SweepStatus] = []
+
+    def look(one: Trial, step: int) -> None:
+        if one.seed == 1 and step == 4 and not seen:
+            time.sleep(0.6)
+            seen.extend(driver.status(store.root))
+
+    fake.before_step = look
+    driver.launch(plans.plan(), store=store.root, executor="inline", say=lambda _: None)
+    sweep = seen[0]
+    assert sweep.counts == {"complete": 1, "running": 1, "planned": 2}
+    assert sweep.drivers == [f"process {os.getpid()} on {os.uname().nodename}"]
+    running = next(t for t in sweep.trials if t.status == "running")
+    assert (running.attempt, running.seed, running.steps) == (1, 1, 6)
+    done = next(t for t in sweep.trials if t.status == "complete")
+    assert "test/accuracy" in done.metrics
+
+
+def test_status_of_an_unknown_sweep_names_the_others(launch: Launch, store: Store) -> None:
+    launch(plans.plan())
+    with pytest.raises(UserError, match=r"no sweep 'tine'.*tiny"):
+        driver.status(store.root, "tine")
+
+
+def test_status_without_a_ledger_reads_the_folders(launch: Launch, store: Store) -> None:
+    launch(plans.plan())
+    for path in store.root.glob("ledger.db*"):
+        path.unlink()
+    assert driver.status(store.root)[0].counts == {"complete": 4}
+    assert not (store.root / "ledger.db").exists()
+
+
+def test_a_driver_that_cannot_renew_stops_its_trials(
+    store: Store, fake: Fake, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    monkeypatch.setattr(launching, "RENEW_S", 0.02)
+    monkeypatch.setattr(launching, "LEASE_S", 0.1)
+
+    def broken(*_: object) -> None:
+        raise OSError("disk gone")
+
+    monkeypatch.setattr(Ledger, "renew", broken)
+    fake.step_s = 0.2
+    summary = driver.launch(plans.plan(), store=store.root, executor="inline", say=lines.append)
+    assert summary.exit_code == Exit.FAILED
+    assert sum("could not be reached" in line for line in lines) == 1
+    assert len(fake.trained) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "cards", "jobs", "found"),
+    [
+        ({}, 0, None, (4, 1, 0, 0.0)),
+        ({"cpu": 2}, 0, None, (2, 2, 0, 0.0)),
+        ({}, 0, 3, (3, 1, 0, 0.0)),
+        ({"alone": True}, 0, 3, (1, 1, 0, 0.0)),
+        ({}, 2, None, (2, 1, 2, 1.0)),
+        ({}, 2, 6, (6, 1, 2, 1 / 3)),
+        ({"gpu": 0.25}, 1, None, (4, 1, 1, 0.25)),
+        ({"gpu": 0}, 1, None, (4, 1, 0, 0.0)),
+        ({"gpu": "auto"}, 1, None, (1, 1, 1, 1.0)),
+    ],
+)
+def test_shares(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], cards: int, jobs: int | None, found: tuple[Any, ...]
+) -> None:
+    monkeypatch.setattr(resources, "gpu_count", lambda: cards)
+    monkeypatch.setattr(resources, "_cores", lambda: 4)
+    given = resources.share(asked, "ray", jobs)
+    assert (given.slots, given.threads, given.gpus, given.gpu) == pytest.approx(found)
+    assert given.device == ("cuda" if given.gpu else "cpu")
+
+
+def test_what_the_machine_lacks_is_refused_at_once(store: Store, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "gpu_count", lambda: 0)
+    for asked, said in (({"gpu": 1}, "no usable GPU"), ({"cpu": 10_000}, "this machine has")):
+        with pytest.raises(UserError, match=said) as caught:
+            driver.launch(plans.plan(resources=asked), store=store.root, executor="inline", say=lambda _: None)
+        assert caught.value.exit_code == Exit.ENVIRONMENT
+    with pytest.raises(UserError, match="ray or inline"):
+        driver.launch(plans.plan(), store=store.root, executor="slurm", say=lambda _: None)
+    assert not store.revisions("tiny")
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+import plans
+from engines import Fake
+from runners import driver, trial
+from pathlib import Path
+trial.load_engine = Fake(step_s=0.05).engine
+say = lambda line: print(line, flush=True)
+summary = driver.launch(plans.plan(steps=40), store=Path({store!r}), executor="inline", say=say)
+sys.exit(summary.exit_code)
+"""
+
+
+def start(store: Store) -> subprocess.Popen[str]:
+    """A driver in a process of its own, in the middle of its second trial."""
+    code = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests"), store=str(store.root))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd="/")
+    second = store.trial_folder(plans.plan(steps=40).members[1].trial.id) / "checkpoints" / "4"
+    end = time.monotonic() + 60
+    while not second.exists():
+        assert process.poll() is None, "the driver ended too early"
+        assert time.monotonic() < end, "the driver did not get going"
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_at_a_checkpoint(store: Store, fake: Fake, number: signal.Signals) -> None:
+    process = start(store)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == Exit.INTERRUPTED, said
+    assert f"{number.name}: stopping at a checkpoint" in said
+    sweep = driver.status(store.root, "tiny")[0]
+    assert (sweep.counts, sweep.drivers) == ({"complete": 1, "interrupted": 1, "planned": 2}, [])
+    _resume_and_check(store, fake)
+
+
+def test_a_kill_is_taken_over_at_once(store: Store, fake: Fake) -> None:
+    process = start(store)
+    process.kill()
+    process.wait()
+    before = time.monotonic()
+    summary = _resume_and_check(store, fake)
+    assert summary.skipped == 1
+    assert time.monotonic() - before < 30  # not the 60 s of the lease
+
+
+def _resume_and_check(store: Store, fake: Fake) -> driver.Summary:
+    lines: list[str] = []
+    plan = plans.plan(steps=40)
+    summary = driver.launch(plan, store=store.root, executor="inline", say=lines.append)
+    assert (summary.ran, summary.counts, summary.exit_code) == (3, {"complete": 4}, Exit.OK)
+    assert fake.trained[0] == plan.members[1].trial.id
+    assert fake.started_at[0] >= 4
+    assert fake.started_at[1:] == [0, 0]
+    from test_record import runs
+
+    found = runs(store)
+    assert sorted(run.data.tags["memsweep.trial_id"] for run in found) == sorted(m.trial.id for m in plan.members)
+    assert {run.info.status for run in found} == {"FINISHED"}
+    return summary
