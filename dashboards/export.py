@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from dashboards import cells, table
 from dashboards.figures import main_metric, title
 from dashboards.labels import bytes_text
@@ -46,10 +48,11 @@ def caption(plan: Plan, found: Sequence[cells.Cell]) -> str:
 
 def _parquet(results: table.Results) -> bytes:
     frame = results.members.copy()
-    for name in frame.columns[frame.dtypes == object]:
+    for name in frame:
         # Parquet has one type a column; a path may be a word for one arm and a number for another.
-        if frame[name].dropna().map(type).nunique() > 1 or frame[name].map(lambda v: isinstance(v, list | dict)).any():
-            frame[name] = frame[name].map(lambda v: v if v is None or v != v else str(v))
+        values = frame[name].dropna()
+        if values.map(type).nunique() > 1 or values.map(lambda v: isinstance(v, list | dict)).any():
+            frame[name] = [None if v is None or v is pd.NA or v != v else str(v) for v in frame[name]]
     buffer = io.BytesIO()
     frame.to_parquet(buffer, index=False)
     return buffer.getvalue()
