@@ -85,7 +85,7 @@ def cache_attention_step(
     free = (position < 0)[..., None]
     k_all = torch.where(here_BS1[..., None], k[:, None].to(state.k.dtype), state.k).masked_fill(free, 0.0)
     v_all = torch.where(here_BS1[..., None], v[:, None].to(state.v.dtype), state.v).masked_fill(free, 0.0)
-    m_all = torch.where(here_BS1, m.detach().float()[:, None], state.m)
+    m_all = torch.where(here_BS1, m.float()[:, None], state.m).detach()
     x_BSH = torch.einsum("bhk,bshk->bsh", q * gain, k_all.to(q.dtype)).masked_fill(position < 0, -torch.inf)
     p_BSH = torch.cat([x_BSH, sink.to(x_BSH.dtype).expand(x_BSH.shape[0], 1, -1)], 1).softmax(1)[:, :-1]
     o = torch.einsum("bsh,bshv->bhv", p_BSH, v_all.to(q.dtype))
@@ -215,7 +215,7 @@ def _pool(k: Tensor, v: Tensor, m: Tensor, state: CacheState | None, width: int,
         return old.scatter(1, index, new)
 
     position = joined(state.position + 1, length_J[:, None] + new_T + 1) - 1  # the padding is -1
-    m = joined(state.m, m)
+    m = joined(state.m.detach(), m)
     key = rank_key(m, position, select)
     return _Pool(joined(state.k, k), joined(state.v, v), key, m, position, offset_J, width)
 
