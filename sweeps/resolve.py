@@ -105,6 +105,10 @@ class Resolver:
             else:
                 self._type(raw, path, w, written)
         self._check_owners(raw)
+        for name, param in block.params.items():
+            if param.is_required and f"{kind}.{name}" not in written:
+                where = written[kind].node.mark if kind in written else min(raw.keys.values(), default=self.origin)
+                self.problems.add(where, f"{block.title} needs {name!r}: {param.meaning or param.type}")
         return raw if len(self.problems) == before else None
 
     def _type(self, raw: Raw, path: str, written: Written, all_written: Mapping[str, Written]) -> None:
@@ -375,10 +379,6 @@ class Resolver:
                 settings[name] = values[path]
             elif name in owned_away:
                 settings[name] = None
-            elif param.default is REQUIRED:
-                where = raw.keys.get(kind) or min(raw.keys.values(), default=self.origin)
-                self.problems.add(where, f"{block.title} needs {name!r}: {param.meaning or param.type}")
-                settings[name] = None
             else:
                 settings[name] = param.default
         env = with_derived(block, settings, {})
@@ -438,25 +438,29 @@ class Resolver:
     def _check(self, memo: tuple[int, ...], blocks: Mapping[str, Resolved], kinds: tuple[str, ...]) -> bool:
         if memo not in self._limits:
             broken = [(blocks[kind], *found) for kind in kinds for found in self._broken(blocks, blocks[kind])]
-            for owner, rule, env in broken:
-                self._tell(owner, rule, env, blocks)
+            for owner, rule, env, in_segment in broken:
+                self._tell(owner, rule, env, blocks, in_segment)
             self._limits[memo] = not broken
         return self._limits[memo]
 
     @staticmethod
-    def _broken(blocks: Mapping[str, Resolved], owner: Resolved) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _broken(blocks: Mapping[str, Resolved], owner: Resolved) -> Iterator[tuple[str, dict[str, Any], bool]]:
         """The rules of `owner` that a trial breaks; a training mixture's segments each have to keep the task's."""
         outer = environment(blocks) if owner.block.outer_limits else {}
         for part in [{}, *(owner.env.get("segments") or [])]:
             env = {**outer, **owner.env, **part}
             if not formula.all_hold(owner.block.limits, env):
-                yield from ((rule, env) for rule in owner.block.limits if not formula.evaluate(rule, env))
+                yield from ((rule, env, bool(part)) for rule in owner.block.limits if not formula.evaluate(rule, env))
 
-    def _tell(self, owner: Resolved, rule: str, env: Mapping[str, Any], blocks: Mapping[str, Resolved]) -> None:
+    def _tell(
+        self, owner: Resolved, rule: str, env: Mapping[str, Any], blocks: Mapping[str, Resolved], in_segment: bool
+    ) -> None:
         names = formula.names(rule)
         raws = [owner.raw, *(block.raw for block in blocks.values() if block is not owner)]
         marks = [(m in raw.late, raw.marks[m]) for raw in raws for m in raw.marks if m.rpartition(".")[2] in names]
         marks = [(late, mark) for late, mark in marks if late] or marks
+        if in_segment and "task.segments" in owner.raw.marks:
+            marks = [(True, owner.raw.marks["task.segments"])]
         where = max(marks, key=lambda m: (m[1].line, m[1].column))[1] if marks else owner.raw.keys.get(owner.raw.kind)
         values = ", ".join(f"{name} is {show(env[name])}" for name in sorted(names))
         self.problems.add(where or self.origin, f"{owner.block.title} wants {rule}: here {values}")

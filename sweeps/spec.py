@@ -304,6 +304,12 @@ class Reader:
                 return None
         if sections.is_generator(node):
             node = Node(sections.generated(node, self.problems), node.mark)
+            if not node.value:
+                self.is_sound = False
+                return None
+        if zip_paths(key) and node.is_list and node.value and not any(child.is_list for child in node.value):
+            self.wrong(node.mark, f"axis {key}: a list of rows of {len(paths)} values, not {show(node.plain())}")
+            return None
         if not node.is_list or not node.value:
             self.wrong(node.mark, f"axis {key}: a list of at least one value is wanted, not {show(node.plain())}")
             return None
