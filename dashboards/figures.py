@@ -24,6 +24,7 @@ MAX_PANELS = 9
 MAX_CURVE_POINTS = 100
 MAX_CURVES = 150
 """More trials than this and learning curves show the median of each cell only."""
+MAX_END_LABELS = 6
 LOAD_FIRST = ("n_pairs", "seq_len")
 """Task settings that make a task harder, the one to put on the x axis first."""
 WIDE, PANEL = (420, 280), (270, 220)
@@ -61,7 +62,7 @@ class Painter:
         if data["state_bytes"].nunique() < 2:
             return None
         data = spread(data, "state_bytes", self.labels.families)
-        ticks = powers(data["state_bytes"].min(), data["state_bytes"].max())
+        ticks = ticks_of(data["state_bytes"].min(), data["state_bytes"].max())
         x = log_axis("state carried for one sequence (log scale)", alt.Axis(values=ticks, labelExpr=BYTES_LABEL))
         data = data[["x", "value", "family", "series", "size", "condition", "seed", "state_bytes"]]
         medians = data.groupby("family", sort=False)["value"].median()
@@ -163,8 +164,9 @@ class Painter:
         layers.append(seeds.encode(x, y, colour, shape, tooltip=tips))
         medians = middle.mark_point(size=95, opacity=1, filled=True, stroke="white", strokeWidth=0.8)
         layers.append(medians.encode(x, y, colour, shape, tooltip=told))
-        if "series" in groups and data["size"].any():
-            # Lines of one colour are told apart by what they end in.
+        sized = data.loc[data["size"] != "", "series"].nunique()
+        if "series" in groups and 0 < sized <= MAX_END_LABELS:
+            # Lines of one colour are told apart by what they end in; more would cover each other.
             ends = middle.transform_joinaggregate(last="max(x)", groupby=["series", "condition"])
             text = ends.transform_filter("datum.x == datum.last").mark_text(align="left", dx=9, fontSize=10)
             layers.append(text.encode(x, y, colour, text="size:N"))
@@ -241,10 +243,16 @@ def log_axis(name: str, axis: alt.Axis) -> alt.X:
     return alt.X("x:Q", title=name, scale=alt.Scale(type="log", base=2, nice=False, padding=14), axis=axis)
 
 
-def powers(low: float, high: float) -> list[int]:
-    """Powers of two from below `low` to above `high`, thinned to at most ten."""
+def ticks_of(low: float, high: float) -> list[int]:
+    """Where a base-2 axis from `low` to `high` bytes has ticks: powers of two, or quarters between where few fit."""
     first, last = math.floor(math.log2(max(low, 1))), math.ceil(math.log2(max(high, 1)))
-    return [2**k for k in range(first, last + 1, 1 + (last - first) // 10)]
+    powers = [2**k for k in range(first, last + 1, 1 + (last - first) // 10)]
+    inside = [tick for tick in powers if low * 0.97 <= tick <= high * 1.03]
+    if len(inside) >= 3:
+        return inside
+    fine = [2**k * quarter // 4 for k in range(max(first, 2), last + 1) for quarter in (4, 5, 6, 7)]
+    inside = [tick for tick in fine if low * 0.97 <= tick <= high * 1.03]
+    return inside[:: 1 + len(inside) // 5] or powers
 
 
 def spread(data: pd.DataFrame, column: str, families: list[str]) -> pd.DataFrame:

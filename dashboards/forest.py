@@ -10,7 +10,7 @@ import altair as alt
 import pandas as pd
 
 from dashboards.compare import Comparison
-from dashboards.labels import effect_text, verdict_text
+from dashboards.labels import effect_text, side, verdict_text
 from dashboards.stats import Verdict
 from dashboards.style import COLOURS, GREY, Chart, Figure
 
@@ -54,7 +54,7 @@ def _forest(shown: list[Comparison], provenance: str) -> Figure:
 
 def _names(shown: list[Comparison]) -> list[str]:
     """A two-line name for each test, with the evaluation set where the sides alone do not tell tests apart."""
-    sides = [f"{c.test.a}\nagainst {c.test.b}" for c in shown]
+    sides = [f"a {side(c.test.a)}\nb {side(c.test.b)}" for c in shown]
     if len(set(sides)) == len(sides):
         return sides
     named = [f"{side}, on {c.test.set}" for side, c in zip(sides, shown, strict=True)]
@@ -62,7 +62,7 @@ def _names(shown: list[Comparison]) -> list[str]:
 
 
 def _row(c: Comparison, name: str, ratio: bool) -> dict[str, Any]:
-    row: dict[str, Any] = {"test": name, "effect": c.effect, "low": c.low, "high": c.high, "verdict": verdict_text(c)}
+    row: dict[str, Any] = {"test": name, "effect": c.effect, "low": c.low, "high": c.high, "verdict": str(c.verdict)}
     row["colour"] = _VERDICT_COLOURS.get(c.verdict, GREY)
     margin = c.test.margin
     if margin is not None:
@@ -74,7 +74,7 @@ def _row(c: Comparison, name: str, ratio: bool) -> dict[str, Any]:
 def _chart(rows: list[dict[str, Any]], parts: list[dict[str, Any]], metric: str, ratio: bool) -> Chart:
     axis = alt.Axis(
         labelExpr="split(datum.label, '\\n')",
-        labelLimit=320,
+        labelLimit=340,
         ticks=False,
         domain=False,
         labelPadding=8,

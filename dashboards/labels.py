@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +27,11 @@ def name_value(path: str, value: Any) -> str:
     if isinstance(value, str) and value not in VAGUE_WORDS:
         return value
     return f"{name} {value:g}" if is_number(value) else f"{name} {value}"
+
+
+def side(text: str) -> str:
+    """A side of a test, or its name, as people say it: `admission residual`, not `mechanism.admission: residual`."""
+    return re.sub(r"\b(?:mechanism|task|model|train)\.(\w+): ", r"\1 ", re.sub(r"\b(?:arm|mechanism): ", "", text))
 
 
 class Labels:
@@ -122,9 +128,9 @@ def listed(words: Iterable[str]) -> str:
 def verdict_text(found: Comparison) -> str:
     """The verdict with the sides' own names."""
     if found.verdict == Verdict.A_BETTER:
-        return f"{found.test.a} better"
+        return f"{side(found.test.a)} better"
     if found.verdict == Verdict.B_BETTER:
-        return f"{found.test.b} better"
+        return f"{side(found.test.b)} better"
     return str(found.verdict)
 
 

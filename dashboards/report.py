@@ -21,7 +21,7 @@ import jinja2
 from dashboards import cells, style, table, words
 from dashboards.compare import Comparison, compare
 from dashboards.figures import draw, main_metric, title
-from dashboards.labels import bytes_text, effect_text, nearly, p_text, signed, verdict_text
+from dashboards.labels import bytes_text, effect_text, nearly, p_text, side, signed, verdict_text
 from dashboards.stats import Verdict
 from runners import store as stores
 from runners.ledger import Ledger
@@ -157,8 +157,8 @@ def _test_row(found: Comparison) -> dict[str, Any]:
     tone = {Verdict.A_BETTER: "found", Verdict.B_BETTER: "found", Verdict.NO_DIFFERENCE: "same"}
     show = nearly if test.scale == "ratio" else signed
     return {
-        "a": test.a,
-        "b": test.b,
+        "a": side(test.a),
+        "b": side(test.b),
         "on": f"{test.set} {test.metric}" + (f" at step {test.step}" if test.step is not None else ""),
         "mean_a": nearly(found.mean_a),
         "mean_b": nearly(found.mean_b),

@@ -53,10 +53,11 @@ def save(figure: Figure, folder: Path, formats: Sequence[str] = ("png", "svg", "
     import vl_convert  # 0.1 s that only drawing needs
 
     spec, version = figure.spec_with_caption(), vega_lite_version()
+    drawn = vl_convert.vegalite_to_svg(spec, vl_version=version)  # once: laying out is what takes time
     makers = {
-        "png": lambda: vl_convert.vegalite_to_png(spec, vl_version=version, scale=3, ppi=72),
-        "svg": lambda: vl_convert.vegalite_to_svg(spec, vl_version=version).encode(),
-        "pdf": lambda: vl_convert.vegalite_to_pdf(spec, vl_version=version),
+        "png": lambda: vl_convert.svg_to_png(drawn, scale=3, ppi=72),
+        "svg": lambda: drawn.encode(),
+        "pdf": lambda: vl_convert.svg_to_pdf(drawn),
         "html": lambda: vl_convert.vegalite_to_html(spec, vl_version=version, bundle=True).encode(),
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dashboards.cells import Cell, rises_with_load
 from dashboards.compare import Comparison
 from dashboards.figures import LOAD_FIRST, main_metric, title
-from dashboards.labels import Labels, bytes_text, counted, effect_text, listed, nearly, p_text
+from dashboards.labels import Labels, bytes_text, counted, effect_text, listed, nearly, p_text, side
 from dashboards.stats import Verdict
 from dashboards.table import STAMP_FIELDS, Results
 from runners.schema import Plan, Status
 
 DESCRIBED = 6
 """How many arms the descriptive sentence lists."""
+NAMED = 4
+"""How many winners the answer names."""
 
 
 def answer(plan: Plan, results: Results, comparisons: Sequence[Comparison]) -> str:
@@ -29,9 +31,7 @@ def answer(plan: Plan, results: Results, comparisons: Sequence[Comparison]) -> s
     for found in comparisons:
         groups[found.verdict].append(found)
     decided = [*groups[Verdict.A_BETTER], *groups[Verdict.B_BETTER]]
-    parts = [f"{len(decided)} decided"] if decided else []
-    if decided:
-        parts[0] += f" ({'; '.join(_better(c) for c in decided[:4])}{'; …' if len(decided) > 4 else ''})"
+    parts = [f"{len(decided)} decided ({_winners(decided)})"] if decided else []
     for verdict, words in _GROUPS.items():
         if groups[verdict]:
             parts.append(f"{len(groups[verdict])} {words}")
@@ -47,16 +47,16 @@ def sentence(found: Comparison) -> str:
         return f"{_better(found)} in {test.set} {test.metric}: {by}{inside}."
     if found.verdict == Verdict.NO_DIFFERENCE:
         return (
-            f"No difference beyond {test.margin:g} in {test.set} {test.metric} between {test.a} and {test.b}: "
-            f"{effect_text(found)}, {len(found.pairs)} pairs."
+            f"No difference beyond {test.margin:g} in {test.set} {test.metric} between {side(test.a)} and "
+            f"{side(test.b)}: {effect_text(found)}, {len(found.pairs)} pairs."
         )
     if found.verdict == Verdict.MISSING:
-        return f"No verdict on {test.a} against {test.b}: {found.reason}."
+        return f"No verdict on {side(test.a)} against {side(test.b)}: {found.reason}."
     few = f"only {found.reason}" if found.verdict == Verdict.TOO_FEW else found.reason
     needs = f" It takes {found.needs}." if found.needs else ""
     return (
-        f"Cannot tell whether {test.a} or {test.b} is better in {test.set} {test.metric}: {effect_text(found)}; "
-        f"{few}.{needs}"
+        f"Cannot tell whether {side(test.a)} or {side(test.b)} is better in {test.set} {test.metric}: "
+        f"{effect_text(found)}; {few}.{needs}"
     )
 
 
@@ -69,8 +69,25 @@ _GROUPS = {
 
 
 def _better(found: Comparison) -> str:
-    a, b = found.test.a, found.test.b
-    return f"{a} is better than {b}" if found.verdict == Verdict.A_BETTER else f"{b} is better than {a}"
+    winner, loser = _places(found)
+    return f"{winner} is better than {loser}"
+
+
+def _places(found: Comparison) -> tuple[str, str]:
+    """Winner and loser of a decided comparison."""
+    a, b = side(found.test.a), side(found.test.b)
+    return (a, b) if found.verdict == Verdict.A_BETTER else (b, a)
+
+
+def _winners(decided: Sequence[Comparison]) -> str:
+    """`x is better than y and z; u is better than v`."""
+    beaten: dict[str, list[str]] = {}
+    for found in decided:
+        winner, loser = _places(found)
+        if loser not in beaten.setdefault(winner, []):
+            beaten[winner].append(loser)
+    parts = [f"{winner} is better than {listed(losers)}" for winner, losers in beaten.items()]
+    return "; ".join(parts[:NAMED]) + ("; …" if len(parts) > NAMED else "")
 
 
 def described(plan: Plan, cells: Sequence[Cell]) -> str:
@@ -109,7 +126,7 @@ def notes(
     if n := counts.get(Status.FAILED, 0):
         out.append(f"{n} of {len(plan.members)} trials failed: their pairs count as missing")
     for found in comparisons:
-        out += [f"{found.test.name}: {text}" for text in _beware(found)]
+        out += [f"{side(found.test.name)}: {text}" for text in _beware(found)]
     if looks > 1:
         out.append(f"this sweep was looked at {looks} times while seeds were added: every p value is multiplied by it")
     if dict(plan.spec.get("search") or {}).get("seeds") == "same":
