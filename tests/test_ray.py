@@ -1,0 +1,179 @@
+"""The Ray executor does what the inline one does: same numbers, and it survives kills of workers and of the driver.
+
+Ray takes seconds to start, so few tests here, each with much in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+import stores
+from test_record import runs
+
+from runners import driver
+from runners.schema import Exit, Plan
+from runners.store import Store
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SCRIPT = """
+import json, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+import plans
+from runners import driver
+from pathlib import Path
+plan = plans.plan(**json.loads({plan!r}))
+say = lambda line: print(line, flush=True)
+summary = driver.launch(plan, store=Path({store!r}), executor="ray", jobs=2, say=say)
+print(json.dumps([summary.counts, summary.ran, [f.kind + ": " + f.error for f in summary.failures]]))
+sys.exit(summary.exit_code)
+"""
+
+
+def start(store: Store, cwd: Path, **plan: Any) -> subprocess.Popen[str]:
+    """A driver with Ray in a process of its own."""
+    code = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests"), plan=json.dumps(plan), store=str(store.root))
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, cwd=cwd)
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None:
+            pytest.fail(f"the driver ended too early: {process.communicate()}")
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def worker_of(store: Store, trial_id: str, attempt: int = 1) -> int | None:
+    """The process that runs the trial, from its log."""
+    log = store.trial_folder(trial_id) / "attempts" / str(attempt) / "log.txt"
+    found = re.search(r"process (\d+)", log.read_text()) if log.exists() else None
+    return int(found[1]) if found else None
+
+
+def results(store: Store, plan: Plan) -> list[Any]:
+    """Everything a trial computed, but for what depends on the clock."""
+    found = []
+    for member in plan.members:
+        result = store.result(member.trial.id)
+        evals = [store.evaluation(member.trial.id, part.id)["metrics"] for part in member.slices]
+        found.append((result["status"], result["step"], result["metrics"], result["tokens"], evals))
+    return found
+
+
+def ray_processes(parent: int) -> list[str]:
+    """Ray's processes that name the driver `parent` or descend from it."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            mother = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        if mother == parent and "ray" in line:
+            found.append(line)
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, list[Any]]:
+    """The plan of these tests and its results, run inline without trouble."""
+    store = stores.make(tmp_path_factory.mktemp("inline") / "runs")
+    plan = plans.plan(seeds=[0, 1, 2], steps=300)
+    summary = driver.launch(plan, store=store.root, executor="inline", say=lambda _: None)
+    assert summary.exit_code == Exit.OK
+    return plan, results(store, plan)
+
+
+def test_same_numbers_one_killed_worker_and_one_failure(tmp_path: Path, undisturbed: tuple[Plan, list[Any]]) -> None:
+    plan, expected = undisturbed
+    store = stores.make(tmp_path / "runs")
+    victim = plan.members[0].trial.id
+    process = start(store, tmp_path, seeds=[0, 1, 2], steps=300, retry={"infra": 1})
+    wait_for(lambda: (store.trial_folder(victim) / "progress.json").exists(), process)
+    os.kill(worker_of(store, victim), signal.SIGKILL)
+    said, errors = process.communicate(timeout=300)
+    assert process.returncode == Exit.OK, said + errors
+    assert errors == ""  # nothing of Ray's reaches the user
+    assert json.loads(said.splitlines()[-1]) == [{"complete": 6}, 6, []]
+    assert "failed (infra)" in said
+    assert "trying again (1 of 1)" in said
+    assert "2 trials at once on CPU, 1 thread each" in said
+    assert results(store, plan) == expected
+    assert store.last_attempt(victim) == 2
+    assert "worker process died" in (store.trial_folder(victim) / "attempts" / "1" / "error.txt").read_text()
+    workers = [worker_of(store, m.trial.id, store.last_attempt(m.trial.id)) for m in plan.members]
+    assert len(set(workers)) < 6  # actors are used again
+    assert {run.info.status for run in runs(store)} == {"FINISHED"}
+    assert len(runs(store)) == 6
+    assert not list(store.root.glob(".ray-*"))
+    assert ray_processes(process.pid) == []
+
+
+def test_driver_killed_then_launched_from_elsewhere(tmp_path: Path, undisturbed: tuple[Plan, list[Any]]) -> None:
+    plan, expected = undisturbed
+    store = stores.make(tmp_path / "runs")
+    first = start(store, tmp_path, seeds=[0, 1, 2], steps=300)
+    wait_for(lambda: len(list(store.root.glob("trials/*/result.json"))) >= 2, first)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    n_before = len(list(store.root.glob("trials/*/result.json")))
+    sweep = driver.status(store.root, "tiny")[0]
+    assert sweep.drivers == []
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    second = start(store, other, seeds=[0, 1, 2], steps=300)
+    said, errors = second.communicate(timeout=300)
+    assert second.returncode == Exit.OK, said + errors
+    assert "taking over from process" in said
+    counts, ran, failures = json.loads(said.splitlines()[-1])
+    assert (counts, failures) == ({"complete": 6}, [])
+    assert ran <= 6 - n_before
+    assert results(store, plan) == expected
+    found = runs(store)
+    assert sorted(run.data.tags["memsweep.trial_id"] for run in found) == sorted(m.trial.id for m in plan.members)
+    assert {run.info.status for run in found} == {"FINISHED"}
+    assert not list(store.root.glob(".ray-*"))
+
+
+def test_ctrl_c_stops_at_a_checkpoint(tmp_path: Path, undisturbed: tuple[Plan, list[Any]]) -> None:
+    """The terminal sends SIGINT to the whole group: driver, Ray and workers."""
+    plan, expected = undisturbed
+    store = stores.make(tmp_path / "runs")
+    code = SCRIPT.format(
+        root=str(ROOT),
+        tests=str(ROOT / "tests"),
+        plan=json.dumps({"seeds": [0, 1, 2], "steps": 300}),
+        store=str(store.root),
+    )
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, start_new_session=True
+    )
+    first = plan.members[0].trial.id
+    wait_for(lambda: (store.trial_folder(first) / "progress.json").exists(), process)
+    os.killpg(process.pid, signal.SIGINT)
+    said, errors = process.communicate(timeout=240)
+    assert process.returncode == Exit.INTERRUPTED, said + errors
+    assert "SIGINT: stopping at a checkpoint" in said
+    counts = driver.status(store.root, "tiny")[0].counts
+    assert "running" not in counts
+    assert counts.get("interrupted", 0) >= 1
+    assert "RUNNING" not in {run.info.status for run in runs(store)}
+    summary = driver.launch(plan, store=store.root, executor="inline", say=lambda _: None)
+    assert summary.exit_code == Exit.OK
+    assert results(store, plan) == expected
