@@ -144,6 +144,12 @@ class _Merge:
         """Put `child` under `key` of the mapping `target`, which stands at path `at`."""
         append = key.endswith("+")
         key = key.removesuffix("+").strip()
+        paths = zip_paths(key) or ()
+        if append and any(
+            set(zip_paths(k) or ()) == set(paths) != set() and zip_paths(k) != paths for k in target.value
+        ):
+            self.problems.add(mark, f"{key}+ names its paths in another order than the rows it appends to")
+            return
         first, rest = self._split(target, at, key)
         if rest:
             if not append and target.get(first) is not None and target.value[first].is_list:
@@ -178,8 +184,7 @@ class _Merge:
         paths = zip_paths(key)
         if at == ("axes",) or (at and at[0] == "evaluate" and (len(at) > 1 or _is_grid_key(key))):
             if paths:
-                same = [k for k in target.value if set(zip_paths(k) or ()) == set(paths)]
-                return (same[0] if same else f"({', '.join(paths)})"), ""
+                return _respelled(target, paths), ""
             if key in target.value or at != ("axes",):
                 return key, ""
             longest = [k for k in target.value if key.startswith(f"{k}.") and target.value[k].is_list]
@@ -281,6 +286,17 @@ class _Merge:
                     self.problems.add(mark, f"{arm}.{inner}: there is nothing to remove{near(inner, item.value)}")
             else:
                 item.value[inner], item.keys[inner] = value.copy(), mark
+
+
+def _respelled(target: Node, paths: tuple[str, ...]) -> str:
+    """The zip key of these paths, in this order. A key of the same paths in another order gets the new spelling in its
+    old place: the rows of a patch are in the patch's own order."""
+    new = f"({', '.join(paths)})"
+    old = next((key for key in target.value if set(zip_paths(key) or ()) == set(paths)), new)
+    if old != new:
+        target.value = {new if key == old else key: child for key, child in target.value.items()}
+        target.keys = {new if key == old else key: mark for key, mark in target.keys.items()}
+    return new
 
 
 def _is_grid_key(key: str) -> bool:

@@ -1,0 +1,157 @@
+"""`compare`: which trials make a pair, in which block, and what is refused before it runs."""
+
+# ruff: noqa: E501 (a small spec is easier to compare with what is asserted when it stands on one line)
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from spec_tools import BASE, plan
+
+from runners.schema import Plan, Test
+from sweeps.reader import SpecError
+
+HOLAS = "axes:\n  mechanism: [softmax, {name: hola, cache: [4, 8], block: 16, admission: [residual, recency]}]\n  task.n_pairs: [4, 8]\nseeds: 3\n"
+
+
+def compared(text: str, tmp_path: Path) -> tuple[Plan, tuple[Test, ...]]:
+    found = plan(BASE + text, tmp_path)
+    return found, found.tests
+
+
+def cells(found: Plan, ids: tuple[str, ...]) -> list[str]:
+    by_id = {m.trial.id: m.cell for m in found.members}
+    return [by_id[i] for i in ids]
+
+
+def test_a_block_is_what_a_pair_shares_of_the_task_and_shared_mechanism_paths_are_averaged(tmp_path: Path) -> None:
+    found, (test,) = compared(
+        HOLAS + "compare: [{a: {mechanism.admission: residual}, b: {mechanism.admission: recency}}]", tmp_path
+    )
+    assert {pair.block for pair in test.pairs} == {"n_pairs-4", "n_pairs-8"}
+    assert len(test.pairs) == 2 * 3
+    for pair in test.pairs:
+        assert len(pair.a) == len(pair.b) == 2
+        for a, b in zip(cells(found, pair.a), cells(found, pair.b), strict=True):
+            assert a.replace("residual", "recency") == b
+    assert {m.trial.seed for m in found.members if m.trial.id in test.pairs[0].a} == {test.pairs[0].seed}
+    assert (test.unpaired_a, test.unpaired_b) == (0, 0)
+    assert (test.set, test.metric, test.direction, test.bounded) == ("test", "accuracy", "max", True)
+
+
+def test_each_makes_one_test_a_value_and_mean_averages(tmp_path: Path) -> None:
+    each = "compare: [{a: {mechanism.admission: residual}, b: {mechanism: softmax}, each: [mechanism.cache]}]"
+    _, tests = compared(HOLAS + each, tmp_path)
+    assert [test.name for test in tests] == [
+        f"mechanism.admission: residual, mechanism.cache: {n} vs mechanism: softmax" for n in (4, 8)
+    ]
+    _, (mean,) = compared(HOLAS + each.replace("each", "mean"), tmp_path)
+    assert all(len(pair.a) == 2 and len(pair.b) == 1 for pair in mean.pairs)
+
+
+def test_a_list_makes_one_test_a_value(tmp_path: Path) -> None:
+    text = "compare: [{a: {mechanism.admission: residual, mechanism.cache: [4, 8]}, b: {mechanism: softmax}}]"
+    _, tests = compared(HOLAS + text, tmp_path)
+    assert [test.a for test in tests] == [f"mechanism.admission: residual, mechanism.cache: {n}" for n in (4, 8)]
+
+
+def test_without_a_every_other_arm_is_compared_to_b(tmp_path: Path) -> None:
+    text = "axes: {mechanism: [softmax, linear, {arm: big, name: hola, cache: 32}, {name: hola, cache: 4}]}\ncompare: [{b: {mechanism: softmax}}]"
+    _, tests = compared(text, tmp_path)
+    assert [test.a for test in tests] == ["arm: linear", "arm: big", "arm: hola"]
+
+
+def test_settings_without_a_partner_are_counted(tmp_path: Path) -> None:
+    text = (
+        HOLAS
+        + "exclude: [{mechanism.admission: recency, task.n_pairs: 8, mechanism.cache: 8}]\ncompare: [{a: {mechanism.admission: residual}, b: {mechanism.admission: recency}}]"
+    )
+    _, (test,) = compared(text, tmp_path)
+    assert (test.unpaired_a, test.unpaired_b) == (3, 0)
+    sizes = {pair.block: len(pair.a) for pair in test.pairs}
+    assert sizes == {"n_pairs-4": 2, "n_pairs-8": 1}
+
+
+def test_a_training_path_is_averaged_and_a_model_path_makes_blocks(tmp_path: Path) -> None:
+    text = "axes: {mechanism: [softmax, linear], train.lr: [1, 2], model.d_model: [16, 32]}\ncompare: [{a: {mechanism: softmax}, b: {mechanism: linear}}]"
+    _, (test,) = compared(text, tmp_path)
+    assert [(pair.block, len(pair.a), len(pair.b)) for pair in test.pairs] == [
+        ("d_model-16", 2, 2),
+        ("d_model-32", 2, 2),
+    ]
+
+
+def test_a_path_that_follows_the_arm_is_no_obstacle(tmp_path: Path) -> None:
+    text = "axes: {mechanism: [{name: softmax, model.position: rope}, linear]}\nseeds: 2\ncompare: [{a: {mechanism: softmax}, b: {mechanism: linear}}]"
+    _, (test,) = compared(text, tmp_path)
+    assert [pair.block for pair in test.pairs] == ["all", "all"]
+
+
+def test_a_matched_value_follows_and_pairs_nothing(tmp_path: Path) -> None:
+    text = "axes:\n  mechanism: [{name: linear, expand: {match: state_bytes, to: 40000}}, {name: hola, cache: {match: state_bytes, to: 40000}}]\n  model.d_model: [16, 32]\ncompare: [{a: {mechanism: linear}, b: {mechanism: hola}}]"
+    _, (test,) = compared(text, tmp_path)
+    assert len(test.pairs) == 2
+
+
+def test_at_picks_slices_and_sets(tmp_path: Path) -> None:
+    text = "axes: {mechanism: [softmax, linear]}\nevaluate: {short: {task.n_pairs: [2, 4]}, long: {task.seq_len: [128, 256]}}\n"
+    entry = "compare: [{a: {mechanism: softmax}, b: {mechanism: linear}, %s}]"
+    found, (test,) = compared(text + entry % "metric: long/loss, at: {task.seq_len: 256}, margin: 0.1", tmp_path)
+    assert [s.label for s in found.members[0].slices if s.id in test.slices] == ["seq_len-256"]
+    assert (test.set, test.metric, test.direction, test.bounded, test.margin) == ("long", "loss", "min", False, 0.1)
+    _, (other,) = compared(text + entry % "at: {evaluate: short}", tmp_path)
+    assert (other.set, len(other.slices)) == ("short", 2)
+    with pytest.raises(SpecError, match="no set 'test' here"):
+        compared(text + entry % "margin: 0.1", tmp_path)
+
+
+def test_training_metrics_have_steps(tmp_path: Path) -> None:
+    text = "axes: {mechanism: [softmax, linear]}\ncompare: [{a: {mechanism: softmax}, b: {mechanism: linear}, metric: valid/loss, at: {step: 5}, scale: ratio}]"
+    _, (test,) = compared(text, tmp_path)
+    assert (test.set, test.metric, test.step, test.slices, test.scale) == ("valid", "loss", 5, (), "ratio")
+
+
+def test_if_narrows_both_sides(tmp_path: Path) -> None:
+    _, (test,) = compared(
+        HOLAS
+        + "compare: [{a: {mechanism.admission: residual}, b: {mechanism.admission: recency}, if: {task.n_pairs: 8, mechanism.cache: 4}}]",
+        tmp_path,
+    )
+    assert {(pair.block, len(pair.a)) for pair in test.pairs} == {("all", 1)}
+
+
+def test_at_equal_state_takes_every_size_of_b(tmp_path: Path) -> None:
+    text = "axes: {mechanism: [{name: hola, cache: [4, 8]}, {name: linear, model.d_model: [16, 32, 48]}], task.n_pairs: [2, 4]}\ncompare: [{a: {mechanism: hola}, b: {mechanism: linear}, at_equal: state_bytes}]"
+    _, (test,) = compared(text, tmp_path)
+    assert test.at_equal == "state_bytes"
+    assert [(len(pair.a), len(pair.b)) for pair in test.pairs] == [(2, 3), (2, 3)]
+
+
+def test_too_few_pairs_are_told_before_the_run(tmp_path: Path) -> None:
+    one = "compare: [{a: {mechanism: softmax}, b: {mechanism: linear}}]"
+    axes = "axes: {mechanism: [softmax, linear]}\nseeds: %d\n"
+    found, _ = compared(axes % 5 + one, tmp_path)
+    assert any("5 pairs cannot reach a verdict; 1 test of a bounded score need 6" in note for note in found.notes)
+    enough, _ = compared(axes % 6 + one, tmp_path)
+    assert enough.notes == ()
+    loss, _ = compared(axes % 3 + one.replace("}}]", "}, metric: test/loss}]"), tmp_path)
+    assert loss.notes == ()
+
+
+def test_sides_that_are_the_same_model_in_some_blocks_are_noted(tmp_path: Path) -> None:
+    text = "axes:\n  mechanism: [{name: hola, cache: 16, block: 16, admission: [residual, recency]}]\n  (task.seq_len, task.n_pairs): [[32, 4], [64, 4]]\nseeds: 9\ncompare: [{a: {mechanism.admission: residual}, b: {mechanism.admission: recency}}]"
+    found, (test,) = compared(text, tmp_path)
+    assert len(test.pairs) == 18
+    assert len(found.notes) == 1
+    assert (
+        "at seq_len-32/n_pairs-4 both sides are the same model" in found.notes[0]
+        or "at seq_len-32 both" in found.notes[0]
+    )
+
+
+def test_a_longer_evaluation_may_tell_apart_what_training_cannot(tmp_path: Path) -> None:
+    text = "axes:\n  mechanism: [{name: hola, cache: 48, block: 16, admission: [residual, recency]}]\nevaluate: {task.seq_len: [64%s]}\ncompare: [{a: {mechanism.admission: residual}, b: {mechanism.admission: recency}}]"
+    with pytest.raises(SpecError, match="cannot differ"):
+        compared(text % "", tmp_path)
+    assert len(compared(text % ", 128", tmp_path)[1]) == 1
