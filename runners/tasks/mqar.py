@@ -214,7 +214,7 @@ def _slots(stream: int, row_B1: Tensor, n: int, weights: Sequence[float]) -> Ten
     An exponential race is exactly that law: slot g arrives at E_g / w_g, and the order of arrival is successive
     sampling (the minimum of what is left is slot g with probability w_g over the weights left, by lack of memory).
     """
-    w_S = torch.tensor(weights, dtype=torch.float64, device=row_B1.device)
+    w_S = torch.tensor(weights, dtype=torch.float64).to(row_B1.device, non_blocking=True)
     arrival_BS = streams.exponential(*_draw(stream, "gaps", row_B1, len(weights))) / w_S
     return arrival_BS.topk(n, dim=1, largest=False).indices
 
