@@ -20,7 +20,7 @@ from typing import Any
 
 from runners.ledger import LEASE_S, RENEW_S, Ledger
 from runners.owner import Owner
-from runners.progress import Display, Tally
+from runners.progress import Display, Pace, Tally
 from runners.resources import Share, make_executor
 from runners.schema import Exit, Failure, Job, Member, Outcome, Plan, Status, UserError
 from runners.store import Store
@@ -87,7 +87,8 @@ class Launch:
         self._ran: set[str] = set()
         self._evaluated: set[str] = set()
         self._done = 0
-        self._worked = 0.0
+        self._worked = 0
+        self._pace = Pace()
         self._stopped_by: str | None = None
         self._signal: str | None = None
         self._looked = 0.0
@@ -295,9 +296,9 @@ class Launch:
                     live = self.store.progress(trial_id) or {}
                     share = live["step"] / live["steps"] if live.get("attempt") == attempt else 0.0
                     running[f"{member.cell} seed={member.trial.seed}"] = share
-            worked = self._worked + sum(running.values())
-            seconds = time.monotonic() - self._began
-            return Tally(self._total, self._done, len(self._failures), running, seconds, worked)
+            now = time.monotonic()
+            pace = self._pace(self._worked, self._worked + sum(running.values()), now)
+            return Tally(self._total, self._done, len(self._failures), running, now - self._began, pace)
 
     @contextlib.contextmanager
     def _leases(self) -> Iterator[None]:

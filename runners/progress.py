@@ -20,16 +20,15 @@ class Tally:
     failed: int
     running: dict[str, float]
     seconds: float
-    worked: float
-    """Trials' worth of work done in this launch, running ones by their share."""
+    pace: float | None = None
+    """Trials' worth of work a second, once it is known."""
 
     @property
     def left_s(self) -> float | None:
         """Seconds left at the pace so far; None before there is a pace."""
-        if self.worked < 0.05 or self.seconds < 2:
+        if not self.pace:
             return None
-        left = self.total - self.done - self.failed - sum(self.running.values())
-        return max(0.0, left) * self.seconds / self.worked
+        return max(0.0, self.total - self.done - self.failed - sum(self.running.values())) / self.pace
 
     def __str__(self) -> str:
         parts = [f"{self.done}/{self.total} done", f"{len(self.running)} running"]
@@ -39,6 +38,22 @@ class Tally:
         if self.left_s is not None and self.done + self.failed < self.total:
             parts.append(f"about {clock(self.left_s)} left")
         return " · ".join(parts)
+
+
+class Pace:
+    """Trials a second since the first one ended: what came before, starting workers and imports, comes once."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, float] | None = None
+
+    def __call__(self, ended: int, worked: float, now: float) -> float | None:
+        """`worked` counts ended trials and running ones by their share; None until it has grown by half a trial."""
+        if ended == 0:
+            return None
+        if self._first is None:
+            self._first = (now, worked)
+        since, before = self._first
+        return (worked - before) / (now - since) if worked - before >= 0.5 and now > since else None
 
 
 def clock(seconds: float) -> str:
