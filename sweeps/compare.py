@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from runners.schema import EvalSlice, Pair, Test, UserError
-from sweeps import conditions, formula
+from runners.schema import EvalSlice, Pair, Test
+from sweeps import conditions
+from sweeps.blocks import Resolved
 from sweeps.catalog import Catalog
 from sweeps.conditions import MISSING, Condition, Universe
 from sweeps.expand import Cell, Expansion, universe
 from sweeps.reader import Node, Problems, near
-from sweeps.resolve import Resolved, environment
+from sweeps.same import Sameness
 from sweeps.slices import Evaluation
 from sweeps.types import show
 
@@ -78,7 +79,6 @@ class Comparer:
         self.problems: Problems = evaluation.problems
         self.is_patched = is_patched
         self.known = universe(self.cells, is_patched)
-        self._same: dict[tuple[int, ...], str] = {}
 
     def tests(self, node: Node | None) -> tuple[Test, ...]:
         if node is None:
@@ -364,7 +364,6 @@ class Comparer:
             return None
         if not self._can_differ(entry, a, b, paths, shared, groups_a, groups_b, slices):
             return None
-        self._same.clear()  # the slices that count differ from test to test
         direction, bounded = self._direction(entry)
         return Test(
             name=f"{a.label} vs {b.label}" + ("" if entry.set == "test" else f" on {entry.set}/{entry.metric}"),
@@ -430,15 +429,16 @@ class Comparer:
         slices: dict[str, EvalSlice],
     ) -> bool:
         """Refuse a test whose two sides are the same model everywhere; note the blocks where they are."""
-        same: dict[str, None] = {}
+        same = Sameness(self.catalog, self.evaluation.resolved, slices)
+        alike: dict[str, None] = {}
         for key in shared:
-            models = {self._model(cell, slices) for cell in (*groups_a[key], *groups_b[key])}
+            models = {same.key(cell) for cell in (*groups_a[key], *groups_b[key])}
             if len(models) == 1:
-                same[_label(paths, key, lambda path: True)] = None
-        if not same:
+                alike[_label(paths, key, lambda path: True)] = None
+        if not alike:
             return True
-        words = "; ".join(same)
-        if len(same) == len({_label(paths, key, lambda path: True) for key in shared}):
+        words = "; ".join(alike)
+        if len(alike) == len({_label(paths, key, lambda path: True) for key in shared}):
             where = "everywhere" if words == "all" else f"at {words}"
             self.problems.add(
                 entry.node.mark,
@@ -450,40 +450,6 @@ class Comparer:
             "so the difference there is 0 and pulls the mean towards 0"
         )
         return True
-
-    def _model(self, cell: Cell, slices: dict[str, EvalSlice]) -> Key:
-        """What a cell computes: its settings without those that have no effect, in training and on each slice."""
-        blocks = cell.blocks
-        memo = (id(cell.slices), *(id(blocks[kind]) for kind in ("mechanism", "task", "model")))
-        if memo not in self._same:
-            ids = [s.id for s in cell.slices if s.id in slices]
-            tasks = [blocks["task"], *(self.evaluation.resolved[id_] for id_ in ids)]
-            self._same[memo] = repr([self._effective(cell, task) for task in tasks])
-        rest = (blocks[kind].text for kind in ("task", "model", "train") if kind in blocks)
-        return (self._same[memo], *rest)
-
-    def _effective(self, cell: Cell, task: Resolved) -> tuple[str, tuple[tuple[str, Any], ...]]:
-        """Name and settings of the mechanism that matter on this task, after INERT and SAME_AS."""
-        mechanism = cell.blocks["mechanism"]
-        block, settings = mechanism.block, {p: mechanism.env[p] for p in mechanism.block.params}
-        around = environment({**cell.blocks, "task": task})
-        for _ in range(4):
-            env = {**around, **settings}
-            kept = {p: v for p, v in settings.items() if not _holds(block.literals.get("INERT", {}).get(p), env)}
-            others = block.literals.get("SAME_AS", {})
-            other = next((name for name, rule in others.items() if _holds(rule, env)), None)
-            if other is None or other not in self.catalog.names("mechanism"):
-                return block.name, tuple(sorted(kept.items(), key=lambda item: item[0]))
-            block = self.catalog.block("mechanism", other)
-            settings = {p: settings.get(p, param.default) for p, param in block.params.items()}
-        return block.name, tuple(sorted(settings.items(), key=lambda item: item[0]))
-
-
-def _holds(rule: Any, env: dict[str, Any]) -> bool:
-    try:
-        return rule is not None and bool(formula.evaluate(str(rule), env))
-    except UserError:
-        return False
 
 
 def _group(cells: list[Cell], paths: list[str]) -> dict[Key, list[Cell]]:

@@ -14,10 +14,11 @@ from typing import Any
 
 from runners.schema import BLOCKS, EvalSlice
 from sweeps import conditions
+from sweeps.blocks import Raw, Resolved
 from sweeps.catalog import Catalog
 from sweeps.conditions import MISSING, Condition, Universe
 from sweeps.reader import Node, Problems
-from sweeps.resolve import Raw, Resolved, Resolver
+from sweeps.resolve import Resolver
 from sweeps.sections import Distribution
 from sweeps.spec import Axis, Option, Spec, Written, head
 
@@ -79,10 +80,10 @@ class Expander:
         combos = list(self._combos(axes))
         cells = self._exclude(self._when(combos))
         for cell in cells:
-            self.resolver.check(cell.blocks)
+            self.resolver.rules.check(cell.blocks)
         if not self.problems:
             for cell in cells:
-                cell.state_bytes = self.resolver.state_bytes(cell.blocks)
+                cell.state_bytes = self.resolver.rules.state_bytes(cell.blocks)
         if combos and not cells and not self.problems:
             mark = self.spec.tree.keys.get("exclude", self.spec.tree.mark)
             self.problems.add(mark, f"exclude leaves nothing of {len(combos):,} combinations")

@@ -6,15 +6,15 @@ Everything is done once for each different block, not once for each trial: ten t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
-from runners.schema import UserError, canonical_json, digest
-from sweeps import formula
+from runners.schema import UserError, canonical_json
+from sweeps.blocks import Form, Raw, Resolved
 from sweeps.catalog import REQUIRED, Block, Catalog, Param, with_derived
 from sweeps.patch import is_form
 from sweeps.reader import Mark, Node, Problems, near
+from sweeps.rules import Rules
 from sweeps.spec import Written, head
 from sweeps.types import Misfit, show
 
@@ -22,64 +22,13 @@ MATCH_LIMIT = 1 << 24
 """The largest value that `match` tries."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Form:
-    """A value that follows from others: `{ref: path, times, plus, round}` or `{match: state_bytes, to: N}`."""
-
-    kind: str
-    path: str
-    number: float
-    plus: float
-    round: str
-    mark: Mark
-    param: Param
-
-
-@dataclass(eq=False)
-class Raw:
-    """One block as written: typed values and forms by path, and where each stands. `late` paths come from an axis,
-    an item or `when`."""
-
-    kind: str
-    block: Block
-    values: dict[str, Any]
-    marks: dict[str, Mark]
-    keys: dict[str, Mark]
-    late: frozenset[str]
-    forms: dict[str, Form] = field(default_factory=dict)
-    settled: dict[tuple[Any, ...], Resolved] = field(default_factory=dict)
-    changed: dict[tuple[int, ...], Raw | None] = field(default_factory=dict)
-
-    def where(self, names: Any) -> Mark | None:
-        """Where the latest-written of some parameters stands: an axis before the base."""
-        paths = [path for path in self.marks if path.rpartition(".")[2] in names]
-        best = max(paths, key=lambda p: (p in self.late, self.marks[p].line, self.marks[p].column), default=None)
-        return self.marks[best] if best is not None else None
-
-
-@dataclass(eq=False)
-class Resolved:
-    """One block with every setting decided. `text` is its part of a trial's identity."""
-
-    raw: Raw
-    settings: dict[str, Any]
-    flat: dict[str, Any]
-    env: dict[str, Any]
-    text: str
-
-    @property
-    def block(self) -> Block:
-        return self.raw.block
-
-
 class Resolver:
     """Types and settles blocks; what does not fit goes to `problems`, once for each place."""
 
     def __init__(self, catalog: Catalog, problems: Problems, origin: Mark) -> None:
         self.catalog, self.problems, self.origin = catalog, problems, origin
+        self.rules = Rules(problems, origin)
         self._typed: dict[tuple[int, int], Any] = {}
-        self._limits: dict[tuple[int, ...], bool] = {}
-        self._bytes: dict[tuple[Any, ...], int] = {}
         self._keep: list[Any] = []  # ids below are of objects that must not go away
 
     # --- typing -------------------------------------------------------------------------------------------------
@@ -332,7 +281,7 @@ class Resolver:
             return {kind: self._resolve(raw, {p: values.get(p) for p in raw.forms}) for kind, raw in raws.items()}
 
         def size(value: int) -> int:
-            return self._state_bytes(at(value))
+            return self.rules.size(at(value))
 
         if size(1) > form.number:
             raise Misfit(f"{path}: at 1 the state already holds {size(1):,} bytes, more than {form.number:,.0f}", form)
@@ -347,7 +296,7 @@ class Resolver:
             low, high = (middle, high) if size(middle) <= form.number else (low, middle)
         for value in range(low, max(0, low - 256), -1):
             blocks = at(value)
-            if not any(True for owner in blocks.values() for _ in self._broken(blocks, owner)):
+            if not any(True for owner in blocks.values() for _ in self.rules.broken(blocks, owner)):
                 reached = size(value)
                 if reached < 0.95 * form.number:
                     short = f"{100 * (1 - reached / form.number):.0f} % below {form.number:,.0f}"
@@ -426,79 +375,8 @@ class Resolver:
         chosen = _default_name(param)
         return None if chosen in (None, "none") else {"name": chosen}
 
-    # --- rules and state ----------------------------------------------------------------------------------------
-
-    def check(self, blocks: Mapping[str, Resolved]) -> bool:
-        """Whether the rules of all blocks hold for a trial; broken ones are told where their values are written."""
-        around = (id(blocks["task"]), id(blocks["model"]))
-        train = blocks.get("train")
-        fine = self._check((id(blocks["mechanism"]), *around), blocks, ("mechanism", "task", "model"))
-        return fine if train is None else self._check((id(train), *around), blocks, ("train",)) and fine
-
-    def _check(self, memo: tuple[int, ...], blocks: Mapping[str, Resolved], kinds: tuple[str, ...]) -> bool:
-        if memo not in self._limits:
-            broken = [(blocks[kind], *found) for kind in kinds for found in self._broken(blocks, blocks[kind])]
-            for owner, rule, env, in_segment in broken:
-                self._tell(owner, rule, env, blocks, in_segment)
-            self._limits[memo] = not broken
-        return self._limits[memo]
-
-    @staticmethod
-    def _broken(blocks: Mapping[str, Resolved], owner: Resolved) -> Iterator[tuple[str, dict[str, Any], bool]]:
-        """The rules of `owner` that a trial breaks; a training mixture's segments each have to keep the task's."""
-        outer = environment(blocks) if owner.block.outer_limits else {}
-        for part in [{}, *(owner.env.get("segments") or [])]:
-            env = {**outer, **owner.env, **part}
-            if not formula.all_hold(owner.block.limits, env):
-                yield from ((rule, env, bool(part)) for rule in owner.block.limits if not formula.evaluate(rule, env))
-
-    def _tell(
-        self, owner: Resolved, rule: str, env: Mapping[str, Any], blocks: Mapping[str, Resolved], in_segment: bool
-    ) -> None:
-        names = formula.names(rule)
-        raws = [owner.raw, *(block.raw for block in blocks.values() if block is not owner)]
-        marks = [(m in raw.late, raw.marks[m]) for raw in raws for m in raw.marks if m.rpartition(".")[2] in names]
-        marks = [(late, mark) for late, mark in marks if late] or marks
-        if in_segment and "task.segments" in owner.raw.marks:
-            marks = [(True, owner.raw.marks["task.segments"])]
-        where = max(marks, key=lambda m: (m[1].line, m[1].column))[1] if marks else owner.raw.keys.get(owner.raw.kind)
-        values = ", ".join(f"{name} is {show(env[name])}" for name in sorted(names))
-        self.problems.add(where or self.origin, f"{owner.block.title} wants {rule}: here {values}")
-
-    def state_bytes(self, blocks: Mapping[str, Resolved]) -> int:
-        """Bytes that decoding carries for one sequence of the trial's length, all layers."""
-        train = blocks.get("train")
-        memo = (*(id(blocks[kind]) for kind in ("mechanism", "task", "model")), train and train.env.get("dtype"))
-        if memo not in self._bytes:
-            self._bytes[memo] = self._state_bytes(blocks)
-        return self._bytes[memo]
-
-    def _state_bytes(self, blocks: Mapping[str, Resolved]) -> int:
-        env = environment(blocks)
-        train, model = blocks.get("train"), blocks["model"].env
-        width = 2 if train is not None and train.env.get("dtype") == "bf16" else 4
-        state, cache = blocks["mechanism"].block.state_elements(env)
-        n_layers = model.get("n_layers") or 1
-        kinds = model.get("layers") or ["mechanism"]
-        placed = [kinds[number % len(kinds)] for number in range(n_layers)]
-        n_mixers = placed.count("mechanism")
-        return n_mixers * (4 * state + width * cache) + placed.count("base_conv") * 2 * env.get("d_model", 0) * width
-
-
-def environment(blocks: Mapping[str, Resolved]) -> dict[str, Any]:
-    """The names a mechanism's formulas may read: model's, task's, its own, and `conv`."""
-    model, task = blocks["model"].env, blocks["task"].env
-    lengths = [part["seq_len"] for part in task.get("segments") or [] if "seq_len" in part]
-    seq_len = {"seq_len": max(lengths)} if lengths else {}
-    return {"conv": 3 if model.get("short_conv") else 0, **model, **task, **seq_len, **blocks["mechanism"].env}
-
 
 def _default_name(param: Param | None) -> str | None:
     if param is None or param.default in (None, REQUIRED):
         return None
     return param.default.get("name") if isinstance(param.default, dict) else param.default
-
-
-def slice_id(task: Resolved) -> str:
-    """The id of an evaluation on these task settings."""
-    return digest({"task": task.text})

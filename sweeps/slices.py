@@ -8,11 +8,12 @@ from typing import Any
 
 from runners.schema import EvalSlice, UserError
 from sweeps import conditions, formula, sections
+from sweeps.blocks import Raw, Resolved, slice_id
 from sweeps.conditions import Condition
 from sweeps.expand import Cell, universe
 from sweeps.patch import zip_paths
 from sweeps.reader import Mark, Node, near
-from sweeps.resolve import Raw, Resolved, Resolver, slice_id
+from sweeps.resolve import Resolver
 from sweeps.spec import Reader, Written
 from sweeps.types import show
 
@@ -181,7 +182,7 @@ class Evaluation:
             if settled is None:
                 continue
             task = settled["task"]
-            if not self.resolver.check({**blocks, "task": task}):
+            if not self.resolver.rules.check({**blocks, "task": task}):
                 continue
             slice_ = self._slice(own, task)
             found.setdefault(slice_.id, slice_)

@@ -1,0 +1,73 @@
+"""A trial's blocks on their way from text to settings: as written (`Raw`), and with everything decided (`Resolved`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from runners.schema import digest
+from sweeps.catalog import Block, Param
+from sweeps.reader import Mark
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """A value that follows from others: `{ref: path, times, plus, round}` or `{match: state_bytes, to: N}`."""
+
+    kind: str
+    path: str
+    number: float
+    plus: float
+    round: str
+    mark: Mark
+    param: Param
+
+
+@dataclass(eq=False)
+class Raw:
+    """One block as written: typed values and forms by path, and where each stands. `late` paths come from an axis,
+    an item or `when`."""
+
+    kind: str
+    block: Block
+    values: dict[str, Any]
+    marks: dict[str, Mark]
+    keys: dict[str, Mark]
+    late: frozenset[str]
+    forms: dict[str, Form] = field(default_factory=dict)
+    settled: dict[tuple[Any, ...], Resolved] = field(default_factory=dict)
+    changed: dict[tuple[int, ...], Raw | None] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Resolved:
+    """One block with every setting decided. `text` is its part of a trial's identity."""
+
+    raw: Raw
+    settings: dict[str, Any]
+    flat: dict[str, Any]
+    env: dict[str, Any]
+    text: str
+
+    @property
+    def block(self) -> Block:
+        return self.raw.block
+
+
+def environment(blocks: Mapping[str, Resolved]) -> dict[str, Any]:
+    """The names a mechanism's formulas may read: model's, task's, its own, and `conv`.
+
+    In training a mixture is as long as its longest segment; blocks without `train` are an evaluation, which is as long
+    as its own setting.
+    """
+    model, task = blocks["model"].env, blocks["task"].env
+    segments = (task.get("segments") or []) if "train" in blocks else []
+    lengths = [part["seq_len"] for part in segments if "seq_len" in part]
+    seq_len = {"seq_len": max(lengths)} if lengths else {}
+    return {"conv": 3 if model.get("short_conv") else 0, **model, **task, **seq_len, **blocks["mechanism"].env}
+
+
+def slice_id(task: Resolved) -> str:
+    """The id of an evaluation on these task settings."""
+    return digest({"task": task.text})
