@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dashboards import stats
-from dashboards.table import Results, chance
+from dashboards.table import COMPARED_STAMPS, Results, chance
 from runners.schema import Member, Pair, Plan, Status, Test
 
 
@@ -204,8 +204,21 @@ class _Scorer:
         difference = math.log(a / b) if test.scale == "ratio" else a - b
         ids = (*pair.a, *pair.b)
         diverged = sum(self.rows[trial]["status"] == Status.DIVERGED for trial in ids)
-        stamps = [self.results.stamps.get(trial) for trial in ids]
-        return PairScore(pair.block, pair.seed, a, b, difference, diverged, any(s != stamps[0] for s in stamps[1:]))
+        return PairScore(pair.block, pair.seed, a, b, difference, diverged, self._stamps_differ(ids))
+
+    def _stamps_differ(self, trials: tuple[str, ...]) -> bool:
+        """Whether trials ran under different versions, devices or code.
+
+        A fingerprint covers what one mechanism and one task import: it is compared among their own trials only.
+        """
+        seen: dict[tuple[str, ...], Any] = {}
+        for trial in trials:
+            stamp, settings = self.results.stamps.get(trial, {}), self.members[trial][0].trial
+            for name in COMPARED_STAMPS:
+                owner = (settings.mechanism["name"], settings.task["name"]) if name == "fingerprint" else ()
+                if seen.setdefault((name, *owner), stamp.get(name)) != stamp.get(name):
+                    return True
+        return False
 
     def _side(self, test: Test, trials: tuple[str, ...]) -> float:
         scores = [self._trial(test, trial) for trial in trials]

@@ -22,6 +22,8 @@ from runners.schema import Plan
 
 MAX_PANELS = 9
 MAX_CURVE_POINTS = 100
+MAX_POINTS = 20_000
+"""Of all curves of a figure together: a page has to open."""
 MAX_CURVES = 150
 """More trials than this and learning curves show the median of each cell only."""
 MAX_END_LABELS = 6
@@ -71,7 +73,7 @@ class Painter:
             f"{title(self.metric).capitalize()} against state",
             f"{title(self.column)} against bytes of state. Median over all that is shown: {_by_family(medians)}.",
             f"{title(self.column).capitalize()} against the state that decoding carries, all layers. {count(data)} "
-            f"{_MARKS} Families that share a state are set apart sideways.{self._tail(True)}",
+            f"{_MARKS} Families at about the same state are set apart sideways.{self._tail(True)}",
             self._panels(self._marks(data, x, ["x", "family", "condition"]), data),
             self._width(data),
         )
@@ -120,7 +122,7 @@ class Painter:
             return None
         data = data.merge(self.who, on=["trial", "arm"])
         with_seeds = data["trial"].nunique() <= MAX_CURVES
-        data = thinned(data)[["step", "value", "family", "series", "condition", "seed", "trial"]]
+        data = thinned(data, with_seeds)[["step", "value", "family", "series", "condition", "seed", "trial"]]
         ends = data.sort_values("step").groupby("trial").tail(1).groupby("family", sort=False)["value"].median()
         bounded = metric.endswith(f"/{self.metric}")
         seeds = "Thin lines are seeds, bold ones their medians." if with_seeds else "Lines are medians over seeds."
@@ -136,8 +138,10 @@ class Painter:
     def _lines(self, data: pd.DataFrame, metric: str, bounds: list[float] | None, with_seeds: bool) -> Chart:
         """Learning curves: a thin line a seed, a bold one for the median of a series."""
         x = alt.X("step:Q", axis=alt.Axis(format="~s", tickCount=5))
-        y, colour, base = value_axis(metric, bounds), self._colour(), alt.Chart(data)
         groups: list[Any] = ["step", "family", "series", "condition"]
+        if not with_seeds:
+            data = data.groupby(groups, sort=False)["value"].median().reset_index()
+        y, colour, base = value_axis(metric, bounds), self._colour(), alt.Chart(data)
         middle = base.transform_aggregate(value="median(value)", groupby=groups)
         tips = ["series:N", "step:Q", alt.Tooltip("value:Q", format=".4f")]
         bold = middle.mark_line(strokeWidth=2.2).encode(x, y, colour, detail="series:N", tooltip=tips)
@@ -256,25 +260,27 @@ def ticks_of(low: float, high: float) -> list[int]:
 
 
 def spread(data: pd.DataFrame, column: str, families: list[str]) -> pd.DataFrame:
-    """Column `x`: `column`, moved a little sideways (in logs) for families that stand at the same place."""
-    step = 0.013 * max(1.0, math.log2(float(data[column].max()) / float(data[column].min())))
-    order = {family: i for i, family in enumerate(families)}
-    places = {
-        key: sorted(names.unique(), key=order.__getitem__)
-        for key, names in data.groupby([column, "condition"])["family"]
-    }
-    keys = zip(data[column], data["condition"], data["family"], strict=True)
+    """Column `x`: `column`, moved a little sideways (in logs) for families that stand at about the same place."""
+    logs = [math.log2(value) for value in data[column]]
+    octaves = max(1.0, max(logs, default=0.0) - min(logs, default=0.0))
+    place = [round(log / (0.03 * octaves)) for log in logs]
+    keys = list(zip(place, data["condition"], data["family"], strict=True))
+    here: dict[tuple[int, str], set[str]] = {}
+    for where, condition, family in keys:
+        here.setdefault((where, condition), set()).add(family)
     x = []
-    for value, condition, family in keys:
-        here = places[value, condition]
-        x.append(float(value) * 2 ** (step * (here.index(family) - (len(here) - 1) / 2)))
+    for log, (where, condition, family) in zip(logs, keys, strict=True):
+        there = [name for name in families if name in here[where, condition]]
+        step = octaves * min(0.035, 0.15 / max(1, len(there) - 1))
+        x.append(2 ** (log + step * (there.index(family) - (len(there) - 1) / 2)))
     return data.assign(x=x)
 
 
-def thinned(data: pd.DataFrame) -> pd.DataFrame:
-    """At most a hundred steps, the same for all curves, and each curve's last."""
+def thinned(data: pd.DataFrame, with_seeds: bool = True) -> pd.DataFrame:
+    """At most `MAX_CURVE_POINTS` steps (fewer for very many lines), the same for all curves, and each curve's last."""
+    lines = data.groupby(["trial"] if with_seeds else ["series", "condition"]).ngroups
     steps = sorted(data["step"].unique())
-    stride = math.ceil(len(steps) / MAX_CURVE_POINTS)
+    stride = math.ceil(len(steps) / min(MAX_CURVE_POINTS, max(10, MAX_POINTS // lines)))
     last = data.groupby("trial")["step"].transform("max")
     return data[data["step"].isin(steps[::stride]) | (data["step"] == last)]
 

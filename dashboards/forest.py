@@ -54,7 +54,7 @@ def _forest(shown: list[Comparison], provenance: str) -> Figure:
 
 def _names(shown: list[Comparison]) -> list[str]:
     """A two-line name for each test, with the evaluation set where the sides alone do not tell tests apart."""
-    sides = [f"a {side(c.test.a)}\nb {side(c.test.b)}" for c in shown]
+    sides = [f"a: {side(c.test.a)}\nb: {side(c.test.b)}" for c in shown]
     if len(set(sides)) == len(sides):
         return sides
     named = [f"{side}, on {c.test.set}" for side, c in zip(sides, shown, strict=True)]

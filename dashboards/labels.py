@@ -108,10 +108,10 @@ def bytes_text(n: float | None) -> str:
     if n is None or math.isnan(n):
         return "–"
     for unit in ("B", "KiB", "MiB"):
-        if n < 1024:
-            return f"{n:.4g} {unit}"
+        if n < 1000:
+            return f"{n:.3g} {unit}"
         n /= 1024
-    return f"{n:.4g} GiB"
+    return f"{n:.3g} GiB"
 
 
 def counted(n: int, word: str) -> str:

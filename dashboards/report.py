@@ -144,7 +144,7 @@ def _view(
         "counts": results.counts(),
         "n_trials": len(plan.members),
         "provenance": _provenance(plan, results, revision),
-        "differing": words.stamps_that_differ(results),
+        "differing": words.stamps_that_differ(plan, results),
         "rerun": _rerun(plan, revision, store_path),
         "source": plan.source,
         "spec": json.dumps(plan.spec, indent=2, ensure_ascii=False),
@@ -202,7 +202,9 @@ def _cell_row(cell: cells.Cell) -> dict[str, Any]:
 
 
 def _commits(results: table.Results) -> str:
-    commits = sorted({str(stamp["commit"])[:12] for stamp in results.stamps.values() if stamp.get("commit")})
+    found = (str(stamp["commit"]).partition("+") for stamp in results.stamps.values() if stamp.get("commit"))
+    # "+changed" says that the code was not what the commit holds: it must not be cut off.
+    commits = sorted({commit[:12] + plus + mark for commit, plus, mark in found})
     return f", commit {' and '.join(commits)}" if commits else ""
 
 

@@ -11,6 +11,7 @@ and is named in `Results.warnings`.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,9 @@ ID_COLUMNS = ("trial", "arm", "cell", "seed", "status")
 
 RESULT_FIELDS = ("n_params", "tokens", "wall_s", "step", "stopped_by", "peak_mem_bytes", "attempt")
 STAMP_FIELDS = ("memsweep", "commit", "python", "torch", "triton", "device", "dtype", "fingerprint")
+CURVE_COLUMNS = ("trial", "arm", "cell", "seed", "step", "metric", "value")
+COMPARED_STAMPS = tuple(name for name in STAMP_FIELDS if name != "dtype")
+"""What should be alike in a comparison; the number format is a setting, which a sweep may vary on purpose."""
 NOT_SCORES = ("n",)
 """Keys of an evaluation that count something instead of scoring it."""
 
@@ -57,16 +61,18 @@ def load(plan: Plan, store: Path, known: Known | None = None) -> Results:
     believed only for trials that are not done on disk.
     """
     reader = _Reader(store / "trials", known or {})
-    rows, scores, curves = [], [], []
+    rows, scores = [], []
+    # Long sweeps have millions of points: columns, not a mapping for each.
+    curves: dict[str, list[Any]] = {name: [] for name in CURVE_COLUMNS}
     for member in plan.members:
         row = reader.member(member)
         rows.append(row)
         scores.extend(reader.scores(member, row))
-        curves.extend(reader.curves(member, row))
+        reader.add_curve(member, row, curves)
     return Results(
         members=_frame(rows, _member_columns(plan)),
         scores=_frame(scores, (*ID_COLUMNS, "set", "slice", "label", "state_bytes")),
-        curves=_frame(curves, ("trial", "arm", "cell", "seed", "step", "metric", "value")),
+        curves=pd.DataFrame(curves),
         stamps=reader.stamps,
         evals=reader.evals,
         warnings=tuple(reader.warnings),
@@ -169,16 +175,19 @@ class _Reader:
             rows.append(base | tested_at | metrics)
         return rows
 
-    def curves(self, member: Member, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every committed point of the trial up to its result's step."""
-        who = {name: row[name] for name in ("trial", "arm", "cell", "seed")}
-        rows = []
+    def add_curve(self, member: Member, row: dict[str, Any], columns: dict[str, list[Any]]) -> None:
+        """Append every committed point of the trial up to its result's step."""
+        before = len(columns["step"])
         try:
             for step, metrics, _time in read_points(self.trials / member.trial.id, row["step"]):
-                rows += [who | {"step": step, "metric": name, "value": _number(v)} for name, v in metrics.items()]
+                columns["step"] += [step] * len(metrics)
+                columns["metric"] += map(sys.intern, metrics)
+                columns["value"] += map(_number, metrics.values())
         except (OSError, ValueError, KeyError) as error:
             self.warnings.append(f"curve of {member.trial.id} cut at a torn line: {error}")
-        return rows
+        n = len(columns["step"]) - before
+        for name in ("trial", "arm", "cell", "seed"):
+            columns[name] += [row[name]] * n
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         found = read_sealed(path)

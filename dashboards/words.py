@@ -9,7 +9,7 @@ from dashboards.compare import Comparison
 from dashboards.figures import LOAD_FIRST, main_metric, title
 from dashboards.labels import Labels, bytes_text, counted, effect_text, listed, nearly, p_text, side
 from dashboards.stats import Verdict
-from dashboards.table import STAMP_FIELDS, Results
+from dashboards.table import COMPARED_STAMPS, Results
 from runners.schema import Plan, Status
 
 DESCRIBED = 6
@@ -100,8 +100,8 @@ def described(plan: Plan, cells: Sequence[Cell]) -> str:
     last.sort(key=lambda cell: cell.main.mean, reverse=plan.metrics.get(metric, "max") == "max")
     shown = [f"{c.series} {nearly(c.main.mean)} ({bytes_text(c.state_bytes)})" for c in last[:DESCRIBED]]
     where = f" at {scored[-1].condition}" if scored[-1].condition else ""
-    more = f", and {len(last) - DESCRIBED} more" if len(last) > DESCRIBED else ""
-    return f"Described, not tested: mean {title(f'{name}/{metric}')}{where} (bytes of state): {', '.join(shown)}{more}."
+    more = f"; and {len(last) - DESCRIBED} more" if len(last) > DESCRIBED else ""
+    return f"Described, not tested: mean {title(f'{name}/{metric}')}{where} (bytes of state): {'; '.join(shown)}{more}."
 
 
 def unfinished(plan: Plan, results: Results) -> str:
@@ -131,7 +131,7 @@ def notes(
         out.append(f"this sweep was looked at {looks} times while seeds were added: every p value is multiplied by it")
     if dict(plan.spec.get("search") or {}).get("seeds") == "same":
         out.append("winners were selected on the seeds shown here: their scores are biased upwards")
-    for name in stamps_that_differ(results):
+    for name in stamps_that_differ(plan, results):
         out.append(f"trials differ in {name}: see provenance")
     out += rises_with_load(cells, condition_loads(plan), plan.metrics.get(main_metric(plan)[1], "max"))
     return [*out, *plan.notes, *results.warnings]
@@ -162,13 +162,16 @@ def condition_loads(plan: Plan) -> dict[str, float]:
     return {}
 
 
-def stamps_that_differ(results: Results) -> dict[str, dict[str, int]]:
-    """Stamp fields with more than one value, and how many trials have which."""
-    out: dict[str, dict[str, int]] = {}
-    for name in STAMP_FIELDS:
-        counts: dict[str, int] = {}
-        for stamp in results.stamps.values():
-            counts[str(stamp.get(name))] = counts.get(str(stamp.get(name)), 0) + 1
-        if len(counts) > 1:
-            out[name] = counts
-    return out
+def stamps_that_differ(plan: Plan, results: Results) -> dict[str, dict[str, int]]:
+    """Stamp fields with more than one value, and how many trials have which.
+
+    A fingerprint covers what one mechanism and one task import, so it is compared among their own trials only.
+    """
+    counts: dict[str, dict[str, int]] = {}
+    for trial in {member.trial.id: member.trial for member in plan.members}.values():
+        stamp = results.stamps.get(trial.id, {})
+        for name in COMPARED_STAMPS if stamp else ():
+            field = f"{name} of {trial.mechanism['name']} on {trial.task['name']}" if name == "fingerprint" else name
+            value = str(stamp.get(name))
+            counts.setdefault(field, {})[value] = counts.get(field, {}).get(value, 0) + 1
+    return {field: values for field, values in counts.items() if len(values) > 1}

@@ -267,7 +267,22 @@ def test_pairs_run_under_different_stamps_are_marked(tmp_path):
     finish(store, member, stamp={**STAMP, "device": "NVIDIA H200"})
     results = load(tmp_path, plan)
     assert compare(plan, results)[0].n_stamps_differ == 1
-    assert words.stamps_that_differ(results) == {"device": {"cpu": 23, "NVIDIA H200": 1}}
+    assert words.stamps_that_differ(plan, results) == {"device": {"cpu": 23, "NVIDIA H200": 1}}
+
+
+def test_a_fingerprint_is_compared_within_its_mechanism_and_task_only(tmp_path):
+    plan = make_plan(3)
+    store = fill(tmp_path, plan)
+    for member in plan.members:
+        finish(store, member, stamp={**STAMP, "fingerprint": member.arm, "dtype": f"as seed {member.trial.seed}"})
+    results = load(tmp_path, plan)
+    assert words.stamps_that_differ(plan, results) == {}
+    assert compare(plan, results)[0].n_stamps_differ == 0
+    member = next(m for m in plan.members if is_hola(m, "residual"))
+    finish(store, member, stamp={**STAMP, "fingerprint": "other code"})
+    results = load(tmp_path, plan)
+    assert list(words.stamps_that_differ(plan, results)) == ["fingerprint of hola on mqar"]
+    assert compare(plan, results)[0].n_stamps_differ == 1
 
 
 # words
@@ -401,7 +416,7 @@ def partial(tmp_path_factory: pytest.TempPathFactory) -> tuple[report.Report, Pa
             path.unlink() if path.is_file() else path.rmdir()
     diverge(store, hola[0])
     fail(store, hola[1], "ValueError: </script><script>alert(1)</script>")
-    finish(store, hola[2], stamp={**STAMP, "commit": "fedcba9"})
+    finish(store, hola[2], stamp={**STAMP, "commit": "fedcba9876543210+changed"})
     return report.build(plan, store.root, "0001", root / "out", looks=2), root / "out"
 
 
@@ -418,7 +433,7 @@ def test_the_report_says_what_is_missing_before_anything_else(partial):
         "2 of 12",
         "multiplied by 2 looks",
         "seed 1 failed",
-        "fedcba9",
+        "fedcba987654+changed",
         "sweep launch",
         "4 of 5 solved it",
     ):
