@@ -4,8 +4,8 @@ The folders hold the truth; every row here but the leases can be made again from
 conditional UPDATE on the database's own clock: two drivers never hold one trial, and an attempt number fences what an
 older holder still says. `running` with an expired lease reads as `interrupted`.
 
-Not covered: PostgreSQL runs the same statements (locked by rows where SQLite locks the file), but no test here has run
-them against one.
+PostgreSQL runs the same statements, locked by rows where SQLite locks the file. Tests use it where they are given a
+server (tests/test_ledger.py); `read_only` is then a promise of the caller, not of the connection.
 """
 
 from __future__ import annotations
@@ -116,6 +116,9 @@ class Ledger:
 
     def _make(self, store_uuid: str) -> None:
         with self._write() as db:
+            if self._engine.dialect.name == "postgresql":
+                # "create if missing" fails where two drivers do it at once; SQLite's BEGIN has locked already.
+                db.exec_driver_sql("select pg_advisory_xact_lock(7236)")
             _tables.create_all(db)
             db.execute(self._insert(store_t), {"uuid": store_uuid, "schema_version": SCHEMA_VERSION})
             rows = db.execute(sa.select(store_t)).all()

@@ -1,4 +1,8 @@
-"""Leases and the index: one holder a trial, numbers that fence, rows that come back from the folders."""
+"""Leases and the index: one holder a trial, numbers that fence, rows that come back from the folders.
+
+With MEMSWEEP_TEST_POSTGRES, the URL of a server where databases may be made, everything runs against that too:
+postgresql+psycopg2://user@/postgres?host=/socket/folder
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +30,27 @@ from runners.trial import write_outcome
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.create(tmp_path / "runs")
+SERVER = os.environ.get("MEMSWEEP_TEST_POSTGRES")
+no_server = pytest.mark.skipif(SERVER is None, reason="MEMSWEEP_TEST_POSTGRES is not set: SQLite alone is tested")
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=no_server)])
+def store(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """A store; the ledger in it, or in a new database of the server."""
+    if request.param == "sqlite":
+        yield Store.create(tmp_path / "runs")
+        return
+    name = f"memsweep_{uuid.uuid4().hex[:12]}"
+    server = sa.create_engine(SERVER or "", isolation_level="AUTOCOMMIT")
+    with server.connect() as db:
+        db.exec_driver_sql(f"create database {name}")
+        url = sa.engine.make_url(SERVER or "").set(database=name)
+        monkeypatch.setenv("MEMSWEEP_LEDGER", url.render_as_string(hide_password=False))
+        yield Store.create(tmp_path / "runs")
+        db.exec_driver_sql(f"drop database {name} with (force)")
+
+
+sqlite_only = pytest.mark.parametrize("store", ["sqlite"], indirect=True)
 
 
 @pytest.fixture
@@ -195,6 +219,7 @@ def test_no_rebuild_under_a_driver(store: Store, ledger: Ledger) -> None:
         ledger.rebuild(store)
 
 
+@sqlite_only
 def test_a_damaged_ledger_is_told_with_the_way_out(store: Store) -> None:
     (store.root / "ledger.db").write_bytes(b"not a database, " * 100)
     with pytest.raises(UserError, match="doctor --rebuild") as caught:
@@ -208,6 +233,7 @@ def test_a_ledger_of_another_store_is_refused(store: Store, ledger: Ledger) -> N
         Ledger.open(replace(store, uuid="other"))
 
 
+@sqlite_only
 def test_read_only_sees_a_live_ledger_and_writes_nothing(store: Store, ledger: Ledger) -> None:
     plan, trial_id = known(ledger)
     ledger.claim(trial_id, Owner.me())
