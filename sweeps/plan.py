@@ -10,10 +10,10 @@ from sweeps.catalog import Catalog
 from sweeps.compare import Comparer
 from sweeps.conditions import MISSING, Universe
 from sweeps.expand import Cell, Expander, identify
+from sweeps.parse import Reader
 from sweeps.patch import assemble
 from sweeps.reader import Problems, SpecError, read_text
 from sweeps.slices import Evaluation
-from sweeps.spec import Reader
 
 __all__ = ["SpecError", "load", "not_there_yet", "select"]
 

@@ -11,10 +11,11 @@ from sweeps import conditions, formula, sections
 from sweeps.blocks import Raw, Resolved, slice_id
 from sweeps.conditions import Condition
 from sweeps.expand import Cell, universe
+from sweeps.parse import Reader
 from sweeps.patch import zip_paths
 from sweeps.reader import Mark, Node, near
 from sweeps.resolve import Resolver
-from sweeps.spec import Reader, Written
+from sweeps.spec import Written
 from sweeps.types import show
 
 RESERVED = {"train", "valid"}
