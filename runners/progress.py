@@ -31,7 +31,8 @@ class Tally:
         return max(0.0, self.total - self.done - self.failed - sum(self.running.values())) / self.pace
 
     def __str__(self) -> str:
-        parts = [f"{self.done}/{self.total} done", f"{len(self.running)} running"]
+        is_starting = not self.running and not self.done and not self.failed
+        parts = [f"{self.done}/{self.total} done", "starting" if is_starting else f"{len(self.running)} running"]
         if self.failed:
             parts.append(f"{self.failed} failed")
         parts.append(f"{clock(self.seconds)} gone")

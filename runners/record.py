@@ -181,6 +181,8 @@ class Projection:
         self._ledger.forget_projections(self.key, name)
         self._mark(client, made, str(uuid.uuid4()))
         client.set_experiment_tag(made, "mlflow.note.content", self._plan.question)
+        # The UI then opens on runs and charts; without it, on traces of chat models.
+        client.set_experiment_tag(made, "mlflow.experimentKind", "custom_model_development")
         return str(made)
 
     def _mark(self, client: Any, experiment_id: str, marker: str) -> None:

@@ -30,6 +30,10 @@ def test_a_tally_in_words() -> None:
     assert str(Tally(3, 2, 1, {}, 8.0, 1.0)) == "2/3 done · 0 running · 1 failed · 8s gone"
 
 
+def test_before_the_first_worker() -> None:
+    assert str(Tally(3, 0, 0, {}, 8.0)) == "0/3 done · starting · 8s gone"
+
+
 def test_pace_leaves_the_start_out() -> None:
     pace = Pace()
     assert pace(0, 1.9, 60.0) is None
