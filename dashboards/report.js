@@ -22,7 +22,8 @@ for (const table of document.querySelectorAll("table.sortable")) {
       heading.setAttribute("aria-sort", rising ? "ascending" : "descending");
       const key = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent.trim();
       const compare = (a, b) => key(a).localeCompare(key(b), undefined, { numeric: true });
-      const byNumber = (a, b) => Number(key(a)) - Number(key(b));
+      const number = (row) => (Number.isNaN(Number(key(row))) ? -Number.MAX_VALUE : Number(key(row)));
+      const byNumber = (a, b) => number(a) - number(b);
       const numeric = [...body.rows].every((row) => row.cells[column].dataset.value !== undefined);
       const rows = [...body.rows].sort(numeric ? byNumber : compare);
       body.replaceChildren(...(rising ? rows : rows.reverse()));

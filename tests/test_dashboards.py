@@ -19,7 +19,9 @@ from dashboards.compare import compare
 from dashboards.export import FORMATS, export
 from dashboards.stats import Verdict
 from runners import store as stores
-from runners.schema import EvalSlice, Member, Pair, Plan, Status, UserError
+from runners.ledger import Ledger
+from runners.owner import Owner
+from runners.schema import EvalSlice, Failure, Member, Outcome, Pair, Plan, Status, UserError
 
 
 def load(root: Path, plan: Plan) -> table.Results:
@@ -475,6 +477,23 @@ def test_a_report_of_nothing_says_so(tmp_path):
     built = report.build(plan, store.root, "0001", tmp_path / "out")
     assert built.answer.startswith("No answer yet")
     assert "Not finished: 8 of 8" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_running_and_silently_dead_trials_are_known_from_the_ledger(tmp_path):
+    plan = make_plan(1)
+    store = fill(tmp_path, plan, skip=2)
+    assert report.known(store.root, plan.sweep, 1) == {}  # no ledger yet is no error
+    running, dead = plan.members[-2].trial.id, plan.members[-1].trial.id
+    ledger, owner = Ledger.open(store), Owner.me()
+    ledger.record_plan(plan, 1)
+    ledger.claim(running, owner)
+    attempt = ledger.claim(dead, owner)
+    ledger.finish(Outcome(dead, attempt, Status.FAILED, Failure.INFRA, "the worker was killed"))
+    ledger.close()
+    known = report.known(store.root, plan.sweep, 1)
+    rows = table.load(plan, store.root, known).members.tail(2)
+    assert list(rows["status"]) == ["running", "failed"]
+    assert list(rows["error"]) == [None, "the worker was killed"]
 
 
 def test_looks_count_reports_after_which_seeds_were_added(tmp_path):
