@@ -133,19 +133,7 @@ class _Chunked(torch.autograd.Function):
         if dUx is not None:
             dU = dU + dUx
         write_end = write if tail is None else write * tail
-        dS_end: list[Tensor | None] = []
-        for n in reversed(range(v.shape[0])):
-            dS_end.append(dS)
-            if dS is not None:
-                dU[n].baddbmm_(write_end[n], dS)
-            if n < first:
-                dS = None
-                continue
-            before = torch.baddbmm(x_in[n - first, :, C:].mT @ dO[n], W[n - first].mT, dU[n], alpha=-1)
-            if dS is not None:
-                before += dS if Ga is None else dS * Ga[n, :, -1:]
-            dS = before
-        dS_end.reverse()
+        dS_end, dS = _reverse_pass(dU, dO, dS, x_in, W, write_end, Ga, first)
         R = torch.linalg.solve_triangular(L.mT, dU, upper=True, unitriangular=True)
         Rb = R if beta is None else R * beta
         dbeta = None
@@ -170,6 +158,32 @@ class _Chunked(torch.autograd.Function):
         if b is None:
             return dq, da + dwrite, None, Rb, dbeta, dg, dS, None
         return dq, da, dwrite, Rb, dbeta, dg, dS, None
+
+
+def _reverse_pass(
+    dU: Tensor,
+    dO: Tensor,
+    dS: Tensor | None,
+    x_in: Tensor,
+    W: Tensor,
+    write_end: Tensor,
+    Ga: Tensor | None,
+    first: int,
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """The state's gradient at each chunk's end (None: nothing reads it) and at the start; adds its part to dU."""
+    N, _, C, _ = dU.shape
+    dS_end: list[Tensor | None] = [None] * N
+    for n in reversed(range(N)):
+        dS_end[n] = dS
+        if dS is not None:
+            dU[n].baddbmm_(write_end[n], dS)
+        if n < first:
+            return dS_end, None
+        before = torch.baddbmm(x_in[n - first, :, C:].mT @ dO[n], W[n - first].mT, dU[n], alpha=-1)
+        if dS is not None:
+            before += dS if Ga is None else dS * Ga[n, :, -1:]
+        dS = before
+    return dS_end, dS
 
 
 def _decays(g: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
