@@ -25,13 +25,15 @@ from typing import Any
 from runners import checkpoints
 from runners.ledger import RENEW_S, Ledger, Row
 from runners.owner import Owner
-from runners.run_state import TAG, State, metric_name, user
+from runners.run_state import TAG, State, metric_name, shared_view, user
 from runners.schema import Member, Plan, Status, UserError
 from runners.store import Store, read_points
 
 MARK = TAG + "sent"
 BATCH = 1000
 """Most metrics in one call: MLflow's own limit."""
+VIEW = "memsweep"
+"""Key of the view of the runs that each experiment carries."""
 TICK_S = 2.0
 PATIENCE_S = 15.0
 """How long a driver that ends waits for another one that is writing to the same experiment."""
@@ -150,6 +152,7 @@ class Projection:
         client = make_client(self._uri)
         self._experiment = self._find_experiment(client)
         self._adopt(client)
+        client.set_experiment_tag(self._experiment, f"mlflow.sharedViewState.{VIEW}", shared_view(self._plan))
         self._client = client
         self._close_orphans()
 
@@ -396,6 +399,15 @@ def _summary_run(client: Any, experiment_id: str) -> str:
     tags = {TAG + "kind": "summary", "mlflow.source.name": "memsweep", "mlflow.source.type": "LOCAL"}
     made = client.create_run(experiment_id, tags=tags | {"mlflow.user": user()}, run_name="summary")
     return str(made.info.run_id)
+
+
+def view_path(store: Store, sweep: str, *, tracking_uri: str | None = None) -> str | None:
+    """Where the MLflow UI shows the sweep with its columns chosen: the part of the address after host and port.
+
+    None if the sweep has no experiment there.
+    """
+    experiment = make_client(resolve_uri(store, tracking_uri)).get_experiment_by_name(sweep)
+    return f"/#/experiments/{experiment.experiment_id}/runs?viewStateShareKey={VIEW}" if experiment else None
 
 
 def explain(error: Exception) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import getpass
+import json
 import re
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from runners import checkpoints
 from runners.ledger import Row
-from runners.schema import Member, Status, canonical_json, digest
+from runners.schema import Member, Plan, Status, canonical_json, digest
 from runners.store import Store
 
 TAG = "memsweep."
@@ -105,6 +108,24 @@ class State:
         # A mean over some of the slices would look like the mean over all.
         whole = {n: v for n, v in sets.items() if len(v) == sizes[n.partition("/")[0]]}
         return metrics | {metric_name(name): sum(values) / len(values) for name, values in whole.items()}
+
+
+def shared_view(plan: Plan) -> str:
+    """The UI's table with the columns that matter, in the form that its "share view" keeps: scores, state, what varies.
+
+    Left alone, the table shows no parameter and no metric.
+    """
+    sets = list(dict.fromkeys(part.set for member in plan.members for part in member.slices))
+    scores = [metric_name(f"{name}/{metric}") for name in sets for metric in plan.metrics]
+    paths = list(dict.fromkeys(path for member in plan.members for path in member.varying))
+    columns = ["attributes.`Created`", "attributes.`Duration`"]
+    columns += [f"metrics.`{name}`" for name in [*scores[:6], "state_bytes"]]
+    columns += [f"params.`{name}`" for name in ["arm", *(_param_name(path) for path in paths[:6]), "seed"]]
+    state: dict[str, Any] = {"selectedColumns": columns}
+    if scores:
+        is_max = plan.metrics[scores[0].rpartition("/")[2]] == "max"
+        state |= {"orderByKey": f"metrics.`{scores[0]}`", "orderByAsc": not is_max}
+    return "deflate;" + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
 
 
 def _flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:

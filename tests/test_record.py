@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,6 +312,22 @@ def test_awkward_values_do_not_stop_a_run(store: Store, launch: Callable[..., dr
     assert "sha256" in params["task.x_0__é"]
     assert len(params["model.layers"]) <= 500
     assert runs(store)[0].data.metrics["state_bytes"] == 10**12
+
+
+def test_the_ui_has_a_view_with_useful_columns(store: Store, launch: Callable[..., driver.Summary]) -> None:
+    launch(plans.plan())
+    client = record.make_client(store.mlflow_uri)
+    experiment = client.get_experiment_by_name("tiny")
+    path = record.view_path(store, "tiny")
+    assert path == f"/#/experiments/{experiment.experiment_id}/runs?viewStateShareKey=memsweep"
+    assert record.view_path(store, "unknown") is None
+    packed = experiment.tags["mlflow.sharedViewState.memsweep"].removeprefix("deflate;")
+    view = json.loads(zlib.decompress(base64.b64decode(packed)))
+    assert (view["orderByKey"], view["orderByAsc"]) == ("metrics.`test/accuracy`", False)
+    run = runs(store)[0].data
+    for column in view["selectedColumns"]:
+        kind, name = column.split(".", 1)
+        assert kind == "attributes" or name.strip("`") in getattr(run, kind)
 
 
 def test_metric_names_are_legal() -> None:
