@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from runners import tasks
-from runners.schema import Trial, UserError
 from runners.batch import Batch
+from runners.schema import Trial, UserError
 
 TOKENS_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 18}
 """Rows are evaluated in batches of about this many tokens: enough to keep the device busy, little memory."""
