@@ -109,10 +109,16 @@ class Problems:
 
     def __init__(self) -> None:
         self._found: dict[tuple[Mark, str], None] = {}
+        self._told = 0
         self.notes: dict[str, None] = {}
 
     def add(self, mark: Mark, message: str) -> None:
+        self._told += 1
         self._found[mark, message] = None
+
+    def again(self) -> None:
+        """Something that was told already has come up once more."""
+        self._told += 1
 
     def note(self, message: str) -> None:
         """Something to tell that does not stop the sweep."""
@@ -122,7 +128,8 @@ class Problems:
         return bool(self._found)
 
     def __len__(self) -> int:
-        return len(self._found)
+        """How often something was wrong, told or told already: it grows whenever anything is."""
+        return self._told
 
     def check(self) -> None:
         """Raises `SpecError` if there is any problem."""

@@ -29,6 +29,7 @@ class Resolver:
         self.catalog, self.problems, self.origin = catalog, problems, origin
         self.rules = Rules(problems, origin)
         self._typed: dict[tuple[int, int], Any] = {}
+        self._misfits: set[tuple[int, int]] = set()
         self._keep: list[Any] = []  # ids below are of objects that must not go away
 
     # --- typing -------------------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ class Resolver:
         raw.marks[path], raw.keys[path] = written.node.mark, written.key
         if parts[0] in blocks and len(parts) == 1:
             name = written.node.value
-            if name != "none" and name not in blocks[parts[0]]:
+            if not isinstance(name, str) or (name != "none" and name not in blocks[parts[0]]):
                 known = [*blocks[parts[0]], "none"]
                 self.problems.add(
                     written.node.mark, f"{path}: there is no {show(written.node.plain())}{near(name, known)}"
@@ -79,7 +80,7 @@ class Resolver:
             if name == "none" or name is None:
                 self.problems.add(written.key, f"{path}: model.{parts[0]} is none here, so it has no {parts[1]!r}")
                 return
-            sub = blocks[parts[0]].get(name)
+            sub = blocks[parts[0]].get(name) if isinstance(name, str) else None
             if sub is None:
                 return  # told at the name
             param, title = sub.params.get(parts[1]), sub.title
@@ -99,12 +100,15 @@ class Resolver:
     def typed(self, path: str, node: Node, param: Param) -> Any:
         """The typed value, or `Form`, of a node for a parameter; what does not fit is told and becomes None."""
         memo = (id(node), id(param))
+        if memo in self._misfits:
+            self.problems.again()
         if memo not in self._typed:
             self._keep += [node, param]
             self._typed[memo] = None
             try:
                 self._typed[memo] = self._form(path, node, param) if is_form(node) else self._convert(node, param)
             except Misfit as error:
+                self._misfits.add(memo)
                 self.problems.add(node.mark, f"{path}: {error}")
         return self._typed[memo]
 

@@ -191,6 +191,20 @@ def test_a_rule_that_many_trials_break_is_told_once(tmp_path: Path) -> None:
     assert [(line - HEAD, column) for line, column, _ in found] == [(4, 21)]
 
 
+@pytest.mark.parametrize("value", ["[a]", "{name: [a]}", "{name: 1, width: 3}", "3"])
+def test_a_misfit_that_several_axes_meet_is_told_once(value: str, tmp_path: Path) -> None:
+    axes = "axes: {mechanism: [softmax, {name: linear, model.n_heads: [1, 2]}], model.position: [none, rope]}"
+    found = problems(f"{BASE}model.mlp: {value}\n{axes}", tmp_path)
+    assert len(found) == 1
+    assert "model.mlp: there is no" in found[0][2]
+
+
+def test_a_wrong_slice_is_not_told_again_by_the_comparison_on_it(tmp_path: Path) -> None:
+    text = "axes: {mechanism: [softmax, linear]}\nevaluate: {long: {task.n_pairs: [64]}}\n"
+    found = problems(f"{BASE}{text}compare: [{{a: {{mechanism: softmax}}, b: {{mechanism: linear}}}}]", tmp_path)
+    assert [line - HEAD for line, _, _ in found] == [2]
+
+
 def test_a_problem_in_a_parent_is_told_in_the_parent(tmp_path: Path) -> None:
     (tmp_path / "parent.yaml").write_text(BASE + "mechanism: {name: hola, cach: 4}")
     with pytest.raises(SpecError) as caught:

@@ -114,7 +114,7 @@ BAD = {
     "deep blocks": ("\n".join(" " * i + "a:" for i in range(40)), 25, 25, "nested deeper"),
     "many anchors": ("\n".join(f"k{i}: &a{i} 1" for i in range(40)), 33, 6, "more than 32 anchors"),
     "many aliases": ("a: &a 1\nb: [" + "*a, " * 1100 + "]", 2, 4101, "more than 1024 aliases"),
-    "too many values": ("a: [" + "1, " * 100_001 + "]", 1, 4, "values"),
+    "too many values": ("a: &a [" + "1, " * 100 + "]\nb: [" + "*a, " * 1000 + "]", 2, 4, "values after aliases"),
 }
 
 
