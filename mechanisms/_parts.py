@@ -124,18 +124,23 @@ class Projections(nn.Module):
 
 
 class DecayGate(nn.Module):
-    """The log-decay of a gated delta rule, a head and token: g = -e^{A_log} softplus(W x + dt_bias), fp32 (B, T, H)."""
+    """The log-decay of a gated delta rule, a head and token: g = -e^{A_log} softplus(W x + dt_bias), fp32 (B, T, H).
 
-    def __init__(self, shape: Shape) -> None:
+    `a_max` bounds the rates A that heads start with. With many heads some always start slow; with one or two heads a
+    fast draw forgets faster than a short training can mend.
+    """
+
+    def __init__(self, shape: Shape, a_max: float) -> None:
         super().__init__()
+        self.a_max = a_max
         self.proj = nn.Linear(shape.d_model, shape.n_heads, bias=False)
         self.A_log = nn.Parameter(torch.zeros(shape.n_heads))
         self.dt_bias = nn.Parameter(torch.full((shape.n_heads,), -4.6))  # softplus(-4.6) = 0.01
 
     @torch.no_grad()
     def draw(self, generator: Callable[[str], torch.Generator]) -> None:
-        """A ~ U(1e-4, 16), not from 0 whose logarithm is -inf; softplus(dt_bias) log-uniform in 1e-3..0.1 (code)."""
-        self.A_log.uniform_(1e-4, 16.0, generator=generator("A_log")).log_()
+        """A ~ U(1e-4, a_max), not from 0 whose logarithm is -inf; softplus(dt_bias) log-uniform in 1e-3..0.1 (code)."""
+        self.A_log.uniform_(1e-4, self.a_max, generator=generator("A_log")).log_()
         dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1), generator=generator("dt_bias")).exp_()
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 

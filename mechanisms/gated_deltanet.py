@@ -7,7 +7,7 @@ Recurrence
 
 Source
     Yang et al. 2024 (arXiv 2412.06464), eq. 10; gates, norms and initial values as in fla (code), but A drawn from
-    U(1e-4, 16) and not from 0.
+    U(1e-4, a_max) with a_max = 16 and not from 0.
 
 State
     S: n_heads * head_dim * d_v with d_v = expand_v * head_dim; 3 tokens of q, k, v.
@@ -30,7 +30,7 @@ from mechanisms._parts import Base, DecayGate, GatedOutput, Projections, Shape, 
 REVISION = 1
 STATE = "n_heads*head_dim*head_dim*expand_v"
 CACHE = "conv*n_heads*head_dim*(2 + expand_v)"
-LIMITS = ["expand_v >= 1", "position != 'rope'"]
+LIMITS = ["expand_v >= 1", "a_max > 1e-4", "position != 'rope'"]
 
 
 class Mixer(Base):
@@ -38,13 +38,14 @@ class Mixer(Base):
 
     Args:
         expand_v: width of a value as a multiple of head_dim
+        a_max: largest initial decay rate A of a head, drawn from 1e-4 to a_max (log-decay = -A softplus(...))
     """
 
-    def __init__(self, shape: Shape, *, expand_v: int = 1) -> None:
+    def __init__(self, shape: Shape, *, expand_v: int = 1, a_max: float = 16.0) -> None:
         super().__init__()
         self.shape, self.d_v = shape, expand_v * shape.head_dim
         self.project = Projections(shape, self.d_v, activation="silu")
-        self.write, self.decay = WriteGate(shape), DecayGate(shape)
+        self.write, self.decay = WriteGate(shape), DecayGate(shape, a_max)
         self.read = GatedOutput(shape, self.d_v)
 
     def initial_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> State:

@@ -42,7 +42,7 @@ from mechanisms._parts import Base, DecayGate, GatedOutput, Projections, Shape, 
 REVISION = 1
 STATE = "n_heads*head_dim*head_dim + 2*n_heads*(cache + block) + 1"
 CACHE = "2*n_heads*head_dim*(cache + block) + 3*conv*n_heads*head_dim"
-LIMITS = ["block >= 1", "cache >= 0", "admission != 'none' or cache == 0", "position != 'rope'"]
+LIMITS = ["block >= 1", "cache >= 0", "a_max > 1e-4", "admission != 'none' or cache == 0", "position != 'rope'"]
 INERT = {"admission": "cache == 0 or cache >= ((seq_len - 1) // block) * block"}
 
 
@@ -63,6 +63,7 @@ class Mixer(Base):
         block: length of a block, which is read exactly (tokens)
         admission: what a token is kept for: its residual, recency, error, value, at random, or none is kept
         read: how keys and queries are scaled in the exact read
+        a_max: largest initial decay rate A of a head, drawn from 1e-4 to a_max (log-decay = -A softplus(...))
     """
 
     def __init__(
@@ -73,13 +74,14 @@ class Mixer(Base):
         block: int = 256,
         admission: Literal["residual", "recency", "error", "value", "random", "none"] = "residual",
         read: Literal["rms", "l2"] = "rms",
+        a_max: float = 16.0,
     ) -> None:
         super().__init__()
         self.shape, self.cache, self.block, self.admission = shape, cache, block, admission
         self.select = "none" if cache == 0 else "recent" if admission == "recency" else "top"
         H, K = shape.n_heads, shape.head_dim
         self.project = Projections(shape, K, activation="silu")
-        self.write, self.decay = WriteGate(shape), DecayGate(shape)
+        self.write, self.decay = WriteGate(shape), DecayGate(shape, a_max)
         self.gamma_q = nn.Parameter(torch.ones(K)) if read == "rms" else None
         self.gamma_k = nn.Parameter(torch.ones(K)) if read == "rms" else None
         self.sink = nn.Parameter(torch.zeros(H))
