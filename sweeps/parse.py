@@ -8,7 +8,7 @@ from runners.schema import BLOCKS
 from sweeps import sections
 from sweeps.axes import AxisReader
 from sweeps.catalog import Block, Catalog
-from sweeps.patch import Assembled
+from sweeps.patch import Assembled, zip_paths
 from sweeps.reader import Mark, Node, Problems, near
 from sweeps.sections import Distribution
 from sweeps.spec import KEYS, NAME, Lookup, Spec, Written, head
@@ -33,6 +33,13 @@ class Reader(Lookup):
         if name and not NAME.fullmatch(name):
             self.problems.add(tree.value["sweep"].mark, f"sweep: {name!r} may hold a-z, 0-9, _ and - only")
         search, settings = self._search()
+        for axis in axes:
+            for path in zip_paths(axis.key) or (axis.key,):
+                if path in search:
+                    where = search[path].node.mark
+                    self.wrong(
+                        where, f"{path} is an axis (line {axis.mark.line}): search something else, or drop the axis"
+                    )
         arm = tree.get("mechanism").get("arm") if tree.get("mechanism") is not None else None  # type: ignore[union-attr]
         return Spec(
             name=name + (f"@{self.assembled.profile}" if self.assembled.profile else ""),

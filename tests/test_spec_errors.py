@@ -101,6 +101,7 @@ AFTER_BASE = {
     "search of a choice by interval": ("mechanism: softmax\nsearch: {train.dtype: {uniform: [0, 1]}, trials: 3}", 2, 23, "does not fit"),
     "search of nothing": ("mechanism: softmax\nsearch: {train.lrr: {uniform: [0, 1]}, trials: 3}", 2, 21, "train has no parameter 'lrr'"),
     "an unknown sampler": ("mechanism: softmax\nsearch: {train.lr: {uniform: [1, 2]}, sampler: tpa, trials: 3}", 2, 48, "did you mean 'tpe'?"),
+    "search of an axis": ("mechanism: softmax\naxes: {train.lr: [1, 2]}\nsearch: {train.lr: {uniform: [1, 2]}, trials: 3}", 3, 20, "is an axis (line 6)"),
     "prune without search": ("mechanism: softmax\nprune: {asha: {grace_steps: 5}}", 2, 1, "prune needs search"),
     "an unknown pruner": ("mechanism: softmax\nsearch: {train.lr: {uniform: [1, 2]}, trials: 3}\nprune: {ash: {grace_steps: 5}}", 3, 9, "did you mean 'asha'?"),
     "resources": ("mechanism: softmax\nresources: {gpu: some}", 2, 18, "wanted float | auto"),
