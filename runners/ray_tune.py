@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -217,7 +218,7 @@ class RayExecutor:
         self._session = tempfile.mkdtemp(prefix="memsweep-ray-")
         # Workers inherit these. Small operations run ten times slower when threads share a core.
         path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-        with _environment({"OMP_NUM_THREADS": str(self._threads), "PYTHONPATH": path}):
+        with _environment({"OMP_NUM_THREADS": str(self._threads), "PYTHONPATH": path}), _own_signals():
             ray.init(
                 address="local",
                 num_cpus=self.slots * self._threads,
@@ -254,6 +255,20 @@ class RayExecutor:
                     checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
                 ),
             ).fit()
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep the caller's handlers: Ray puts its own in their place, and it exits at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -46,7 +46,8 @@ def start(store: Store, cwd: Path, **plan: Any) -> subprocess.Popen[str]:
     """A driver with Ray in a process of its own."""
     code = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests"), plan=json.dumps(plan), store=str(store.root))
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, cwd=cwd)
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=cwd, start_new_session=True)
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240) -> None:
@@ -150,29 +151,24 @@ def test_driver_killed_then_launched_from_elsewhere(tmp_path: Path, undisturbed:
     assert not list(store.root.glob(".ray-*"))
 
 
-def test_ctrl_c_stops_at_a_checkpoint(tmp_path: Path, undisturbed: tuple[Plan, list[Any]]) -> None:
-    """The terminal sends SIGINT to the whole group: driver, Ray and workers."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_at_a_checkpoint(
+    tmp_path: Path, undisturbed: tuple[Plan, list[Any]], number: signal.Signals
+) -> None:
+    """Ctrl-C reaches the whole group, Ray and workers too; `kill` the driver alone."""
     plan, expected = undisturbed
     store = stores.make(tmp_path / "runs")
-    code = SCRIPT.format(
-        root=str(ROOT),
-        tests=str(ROOT / "tests"),
-        plan=json.dumps({"seeds": [0, 1, 2], "steps": 300}),
-        store=str(store.root),
-    )
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, start_new_session=True
-    )
+    process = start(store, tmp_path, seeds=[0, 1, 2], steps=300)
     first = plan.members[0].trial.id
     wait_for(lambda: (store.trial_folder(first) / "progress.json").exists(), process)
-    os.killpg(process.pid, signal.SIGINT)
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     said, errors = process.communicate(timeout=240)
     assert process.returncode == Exit.INTERRUPTED, said + errors
-    assert "SIGINT: stopping at a checkpoint" in said
+    assert f"{number.name}: stopping at a checkpoint" in said
     counts = driver.status(store.root, "tiny")[0].counts
     assert "running" not in counts
     assert counts.get("interrupted", 0) >= 1
+    assert "failed" not in counts
     assert "RUNNING" not in {run.info.status for run in runs(store)}
     summary = driver.launch(plan, store=store.root, executor="inline", say=lambda _: None)
     assert summary.exit_code == Exit.OK
