@@ -41,6 +41,8 @@ from runners.trial import read_outcome, run_job, write_outcome  # noqa: E402
 
 JOB_FILE = "job.json"
 STOP_FILE = "stop"
+_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+"""Ray takes 127.0.0.1 to mean the address that the network sees; the next one it leaves alone."""
 _ROOT = str(Path(__file__).resolve().parent.parent)
 
 
@@ -162,7 +164,9 @@ def outcome_of(job: Job) -> Outcome:
 
 
 class RayExecutor:
-    """A local Ray, started on first use and shut down at the end. Binds the loopback address only.
+    """A local Ray, started on first use and shut down at the end. Its processes meet on the loopback address.
+
+    Not covered: Ray's own servers still listen on every interface; what they ask of a caller is Ray's token.
 
     `slots` trials run at once, each with `threads` CPU threads and `gpu` of a card (of `gpus` in all).
     `scratch` is a folder for Tune's files; it is removed.
@@ -227,7 +231,7 @@ class RayExecutor:
                 log_to_driver=False,
                 logging_level="ERROR",
                 object_store_memory=100 * 2**20,
-                _node_ip_address="127.0.0.1",
+                _node_ip_address=_LOOPBACK,
                 _temp_dir=self._session,
             )
         # A failed trial is told by us, once, with its log; Ray would add its own traceback.

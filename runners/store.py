@@ -310,7 +310,7 @@ class Store:
         return self.root / "sweeps" / sweep / f"{revision:04d}"
 
     def plan(self, sweep: str, revision: int | None = None) -> tuple[int, Plan]:
-        """A frozen plan (the latest without `revision`). Raises `UserError` for an unknown one, naming those there are."""
+        """A frozen plan (the latest without `revision`). `UserError` for an unknown one, naming those there are."""
         revisions = self.revisions(sweep)
         if not revisions or (revision is not None and revision not in revisions):
             names = ", ".join(self.sweeps()) or "none yet"
