@@ -1,1 +1,1 @@
-"""What a trial is and how one is run: the vocabulary, the tasks, the model, training, evaluation, the ledger, executors."""
+"""What a trial is and how one is run: vocabulary, tasks, model, training, evaluation, ledger, executors."""

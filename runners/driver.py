@@ -8,14 +8,14 @@ from pathlib import Path
 
 from runners.launching import Failed, Launch, Say, Summary
 from runners.ledger import Ledger
-from runners.overview import Finding, SweepStatus, TrialStatus, doctor, status
+from runners.overview import SweepStatus, TrialStatus, doctor, status
 from runners.owner import Owner
 from runners.resources import share
 from runners.schema import Exit, Plan, UserError
 from runners.store import Store
 from runners.survey import survey
 
-__all__ = ["Failed", "Finding", "Say", "Summary", "SweepStatus", "TrialStatus", "doctor", "launch", "status", "sync"]
+__all__ = ["Failed", "Say", "Summary", "SweepStatus", "TrialStatus", "doctor", "launch", "status", "sync"]
 
 
 def launch(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from runners.ledger import Ledger, Row
 from runners.owner import Owner
-from runners.schema import Member, Status, UserError
+from runners.schema import Finding, Member, Status, UserError
 from runners.store import Store
 
 LOW_DISK_BYTES = 500 * 2**20
@@ -44,15 +44,6 @@ class SweepStatus:
     trials: list[TrialStatus]
     drivers: list[str]
     backlog: str | None
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing `sweep doctor` looked at. `level` is ok, note or problem."""
-
-    level: str
-    what: str
-    remedy: str = ""
 
 
 def status(store: Path, sweep: str | None = None) -> list[SweepStatus]:

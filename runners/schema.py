@@ -77,6 +77,15 @@ class UserError(Exception):
         self.exit_code = exit_code
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One thing that `sweep doctor` looked at. `level` is ok, note or problem."""
+
+    level: str
+    what: str
+    remedy: str = ""
+
+
 def normal(value: Any) -> Any:
     """`value` in its one canonical form: text NFC, -0.0 as 0.0, tuples as lists; NaN and infinity are refused."""
     if isinstance(value, str):
@@ -199,7 +208,7 @@ class Test:
     unpaired_a: int
     unpaired_b: int
     at_equal: str | None = None
-    """`state_bytes`: side b holds several sizes, and each trial of a is compared with b interpolated to its own size."""
+    """`state_bytes`: side b holds several sizes; each trial of a is compared with b interpolated to its own size."""
 
 
 @dataclass(frozen=True, slots=True)

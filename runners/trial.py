@@ -10,6 +10,8 @@ An attempt is fenced by the folder of a newer one: it then stops and commits not
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import json
 import math
 import os
@@ -45,6 +47,22 @@ def load_engine() -> Engine:
     from runners import evaluate, train
 
     return Engine(train.fit, train.load_model, evaluate.run, train.Snapshot)
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Have this process keep what it frees instead of handing it back to the kernel.
+
+    A training step on the CPU frees and takes the same few megabytes over and over; by default glibc unmaps them each
+    time, and every first touch of a page is a fault. Without this a small step takes 1.3 to 1.5 times as long (softmax
+    66 to 44 ms, linear 40 to 27, two layers of width 64, one thread of an AMD EPYC). Other C libraries are left alone.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # malloc.h
+        mallopt(mmap_threshold, 1 << 30)
+        mallopt(trim_threshold, (1 << 31) - 1)
+        mallopt(top_pad, 64 << 20)
 
 
 class LeaseLostError(Exception):
@@ -149,6 +167,7 @@ class _Work:
         self.engine = load_engine()
         self.device = torch.device(job.device)
         torch.set_num_threads(job.threads)
+        keep_freed_memory()
         self.log(
             f"attempt {job.attempt} of trial {job.trial.id}, process {os.getpid()}, {job.device}, seed {job.trial.seed}"
         )

@@ -117,6 +117,8 @@ def main() -> int:
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
+        if code == Exit.INTERRUPTED:  # typer turns Ctrl-C into this code, in silence
+            _tell("interrupted")
         return code if isinstance(code, int) else Exit.OK
     except UserError as error:
         _tell(str(error))

@@ -13,8 +13,9 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from runners.schema import Finding
 
 ROOMS = ("sweeps", "dashboards", "runners", "mechanisms", "kernels")
 DEPENDENCIES = {
@@ -38,15 +39,6 @@ DEPENDENCIES = {
     "yaml": "pyyaml",
 }
 """Module to import, and the distribution that brings it."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at. `level` is ok, note or problem."""
-
-    level: str
-    what: str
-    remedy: str = ""
 
 
 def check() -> Iterator[Finding]:

@@ -280,9 +280,18 @@ def ui(
 ) -> None:
     """Open the MLflow UI on the store, on 127.0.0.1."""
     from dashboards import ui as uis
+    from runners import record
+    from runners.store import Store
 
     line, extra = uis.command(store, port, tracking_uri)
-    print(f"MLflow UI: {uis.address(line)} (Ctrl-C ends it; it takes some seconds to answer)", flush=True)
+    address = uis.address(line)
+    print(f"MLflow UI: {address} (Ctrl-C ends it; it takes some seconds to answer)")
+    opened = Store.open(store)
+    for name in opened.sweeps():
+        view = record.view_path(opened, name, tracking_uri=tracking_uri)
+        if view:
+            print(f"  {name}: {address}{view}")
+    sys.stdout.flush()
     raise typer.Exit(subprocess.run(line, env={**os.environ, **extra}, check=False).returncode)
 
 

@@ -61,7 +61,8 @@ def load(
         source=assembled.text,
         members=tuple(_member(cell, seed, trial) for cell, seed, trial in trials),
         tests=tests,
-        metrics=_metrics(expansion.cells, evaluation),
+        metrics=_of_tasks("METRICS", expansion.cells, evaluation),
+        bounds=_of_tasks("BOUNDS", expansion.cells, evaluation),
         resources=read.resources,
         retry=read.retry,
         notes=tuple(problems.notes),
@@ -85,12 +86,13 @@ def _member(cell: Cell, seed: int, trial: str) -> Member:
     return Member(settings, cell.arm, cell.name, cell.varying, cell.state_bytes, cell.slices)
 
 
-def _metrics(cells: list[Cell], evaluation: Evaluation) -> dict[str, str]:
+def _of_tasks(literal: str, cells: list[Cell], evaluation: Evaluation) -> dict[str, Any]:
+    """What every task of the sweep, trained or evaluated, says of its metrics."""
     blocks = {id(cell.blocks["task"].block): cell.blocks["task"].block for cell in cells}
     blocks |= {id(task.block): task.block for task in evaluation.resolved.values()}
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for block in blocks.values():
-        found.update(block.literals.get("METRICS", {}))
+        found.update(block.literals.get(literal, {}))
     return found
 
 
@@ -119,8 +121,6 @@ def not_there_yet(plan: Plan, catalog: Catalog | None = None) -> list[str]:
         found.append(f"resources.gpu: {gpu} (several trials on one GPU)")
     if plan.retry.get("oom") == "split":
         found.append("retry.oom: split (a smaller micro-batch after running out of memory)")
-    if any(getattr(test, "at_equal", None) for test in plan.tests):
-        found.append("compare at_equal: state_bytes (interpolation along the state axis)")
     distributions = [path for path in _item_searches(spec) if "search" not in spec]
     found += [f"a distribution in an item ({path})" for path in distributions]
     later = (catalog or Catalog()).block("model").literals.get("NOT_YET", {})

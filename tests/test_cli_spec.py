@@ -213,7 +213,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Traceback" not in err
+    assert err == "interrupted\n"
 
 
 # --- lightness --------------------------------------------------------------------------------------------------
@@ -307,8 +307,9 @@ def test_shipped_specs_are_valid_with_every_profile(name: str) -> None:
 
 def test_the_capacity_demo_is_sized_for_a_laptop_and_its_admissions_can_differ() -> None:
     found = load("capacity")
-    assert len(found.members) == 30
+    assert len(found.members) == 15, "five models and three seeds: more do not fit into four minutes"
     for member in found.members:
+        assert len(member.slices) > 1, "no load to compare"
         if member.trial.mechanism["name"] == "hola":
             cache, block, length = (
                 *(member.trial.mechanism[k] for k in ("cache", "block")),
