@@ -62,10 +62,19 @@ def environment(blocks: Mapping[str, Resolved]) -> dict[str, Any]:
     as its own setting.
     """
     model, task = blocks["model"].env, blocks["task"].env
-    segments = (task.get("segments") or []) if "train" in blocks else []
-    lengths = [part["seq_len"] for part in segments if "seq_len" in part]
-    seq_len = {"seq_len": max(lengths)} if lengths else {}
-    return {"conv": 3 if model.get("short_conv") else 0, **model, **task, **seq_len, **blocks["mechanism"].env}
+    seq_len = longest_row(task) if "train" in blocks else task.get("seq_len")
+    around = {**task} if seq_len is None else {**task, "seq_len": seq_len}
+    return {"conv": 3 if model.get("short_conv") else 0, **model, **around, **blocks["mechanism"].env}
+
+
+def longest_row(task: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest training row of these task settings; None for a task without lengths.
+
+    A segment of a mixture that says no length has the task's own.
+    """
+    own = task.get("seq_len")
+    lengths = [part.get("seq_len", own) for part in task.get("segments") or [{}]]
+    return max((length for length in lengths if length is not None), default=None)
 
 
 def slice_id(task: Resolved) -> str:

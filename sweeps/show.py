@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from runners.schema import Member, Plan, UserError
+from sweeps.blocks import longest_row
 from sweeps.catalog import Block, Catalog, Param
 from sweeps.reader import near
 from sweeps.types import show
@@ -105,7 +106,7 @@ def _steps(member: Member) -> str:
     train, task = member.trial.train, member.trial.task
     if train is None:
         return "none"
-    rows = train.get("batch_size") or max(1, (train.get("batch_tokens") or 0) // (task.get("seq_len") or 1))
+    rows = train.get("batch_size") or max(1, (train.get("batch_tokens") or 0) // (longest_row(task) or 1))
     for unit in ("steps", "epochs", "tokens", "tokens_per_param"):
         if train.get(unit) is not None:
             return f"{show(train[unit])}{'' if unit == 'steps' else ' ' + unit.replace('_', ' ')} x {rows}"

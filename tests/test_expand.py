@@ -193,6 +193,8 @@ def test_state_bytes_count_every_layer_at_the_trials_length_and_width(tmp_path: 
 def test_the_length_of_a_mixture_is_its_longest_segment(tmp_path: Path) -> None:
     text = "mechanism: softmax\ntask.segments: [{seq_len: 128, n_pairs: 4}, {seq_len: 32, n_pairs: 2}]"
     assert plan(BASE + text, tmp_path).members[0].state_bytes == 2 * 4 * 2 * 128 * 32
+    text = "mechanism: softmax\ntask.segments: [{n_pairs: 4}, {seq_len: 32, n_pairs: 2}]"  # the first is the task's 64
+    assert plan(BASE + text, tmp_path).members[0].state_bytes == 2 * 4 * 2 * 64 * 32
 
 
 # --- identity ---------------------------------------------------------------------------------------------------
