@@ -184,7 +184,7 @@ class Projection:
         self._ledger.forget_projections(self.key, name)
         self._mark(client, made, str(uuid.uuid4()))
         client.set_experiment_tag(made, "mlflow.note.content", self._plan.question)
-        # The UI then opens on runs and charts; without it, on traces of chat models.
+        # MLflow's word for an experiment of training runs (others hold traces of chat models).
         client.set_experiment_tag(made, "mlflow.experimentKind", "custom_model_development")
         return str(made)
 
