@@ -242,6 +242,8 @@ class _Scorer:
             return math.nan
         slices = {piece.id: piece for member in self.members[trial] for piece in member.slices}
         wanted = [slices[name] for name in test.slices if name in slices]
+        if test.slices and not wanted:
+            return math.nan  # its own slices answer another question
         if wanted:
             values = [self.results.evals.get((trial, piece.id), {}).get(test.metric, math.nan) for piece in wanted]
             return sum(values) / len(values)

@@ -144,9 +144,7 @@ def _beware(found: Comparison) -> list[str]:
     if found.n_diverged:
         out.append(f"{counted(found.n_diverged, 'diverged trial')} in its pairs, scored at chance")
     if found.test.unpaired_a or found.test.unpaired_b:
-        out.append(
-            f"{counted(found.test.unpaired_a, 'setting')} of a and {found.test.unpaired_b} of b without a partner"
-        )
+        out.append(f"{counted(found.test.unpaired_a, 'trial')} of a and {found.test.unpaired_b} of b without a partner")
     if found.n_stamps_differ:
         out.append(f"{counted(found.n_stamps_differ, 'pair')} run under different code, versions or devices")
     return out

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from runners.schema import EvalSlice, Pair, Test
+from runners.schema import EvalSlice, Test
 from sweeps import conditions
 from sweeps.blocks import Resolved
 from sweeps.catalog import Catalog
 from sweeps.conditions import MISSING, Condition, Universe
 from sweeps.expand import Cell, Expansion, universe
+from sweeps.pairs import Matched
 from sweeps.reader import Node, Problems, near
 from sweeps.same import Sameness
 from sweeps.slices import Evaluation
@@ -26,7 +27,6 @@ from sweeps.types import show
 
 KEYS = ("a", "b", "metric", "margin", "at", "at_equal", "each", "mean", "pair", "if", "scale")
 ALPHA = 0.05
-Key = tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -350,19 +350,20 @@ class Comparer:
         paths = self._paired_paths(entry, a, b, named)
         if paths is None:
             return None
-        groups_a, groups_b = _group(a.cells, paths), _group(b.cells, paths)
-        shared = [key for key in groups_a if key in groups_b]
-        slices = self._slices(entry, [cell for key in shared for cell in (*groups_a[key], *groups_b[key])])
+        matched = Matched(paths, a.cells, b.cells)
+        slices = self._slices(entry, [cell for key in matched.shared for cell in matched.cells(key)])
         if slices is None:
             return None
-        pairs = _pairs(paths, shared, groups_a, groups_b)
+        matched = matched.evaluated_on(slices) if slices else matched
+        pairs = matched.pairs()
         if not pairs:
             self.problems.add(
                 entry.node.mark,
-                f"this comparison pairs nothing: {a.label} and {b.label} agree nowhere on {', '.join(paths)}",
+                f"this comparison pairs nothing: no trials of {a.label} and {b.label} agree on "
+                f"{', '.join(paths) or 'anything'} and have a score on {entry.set!r}",
             )
             return None
-        if not self._can_differ(entry, a, b, paths, shared, groups_a, groups_b, slices):
+        if not self._can_differ(entry, a, b, matched, slices):
             return None
         direction, bounded = self._direction(entry)
         return Test(
@@ -378,8 +379,8 @@ class Comparer:
             step=entry.step,
             slices=tuple(slices),
             pairs=tuple(pairs),
-            unpaired_a=_count(groups_a, shared),
-            unpaired_b=_count(groups_b, shared),
+            unpaired_a=matched.unpaired(a.cells),
+            unpaired_b=matched.unpaired(b.cells),
             **({"at_equal": entry.at_equal} if entry.at_equal is not None else {}),
         )
 
@@ -417,28 +418,17 @@ class Comparer:
 
     # --- sides that cannot differ -------------------------------------------------------------------------------
 
-    def _can_differ(
-        self,
-        entry: Entry,
-        a: Side,
-        b: Side,
-        paths: list[str],
-        shared: list[Key],
-        groups_a: dict[Key, list[Cell]],
-        groups_b: dict[Key, list[Cell]],
-        slices: dict[str, EvalSlice],
-    ) -> bool:
+    def _can_differ(self, entry: Entry, a: Side, b: Side, matched: Matched, slices: dict[str, EvalSlice]) -> bool:
         """Refuse a test whose two sides are the same model everywhere; note the blocks where they are."""
         same = Sameness(self.catalog, self.evaluation.resolved, slices)
         alike: dict[str, None] = {}
-        for key in shared:
-            models = {same.key(cell) for cell in (*groups_a[key], *groups_b[key])}
-            if len(models) == 1:
-                alike[_label(paths, key, lambda path: True)] = None
+        for key in matched.shared:
+            if len({same.key(cell) for cell in matched.cells(key)}) == 1:
+                alike[matched.label(key)] = None
         if not alike:
             return True
         words = "; ".join(alike)
-        if len(alike) == len({_label(paths, key, lambda path: True) for key in shared}):
+        if len(alike) == len({matched.label(key) for key in matched.shared}):
             where = "everywhere" if words == "all" else f"at {words}"
             self.problems.add(
                 entry.node.mark,
@@ -450,40 +440,3 @@ class Comparer:
             "so the difference there is 0 and pulls the mean towards 0"
         )
         return True
-
-
-def _group(cells: list[Cell], paths: list[str]) -> dict[Key, list[Cell]]:
-    """Cells by their values on the paired paths; a cell that lacks one of them has no partner."""
-    found: dict[Key, list[Cell]] = {}
-    for cell in cells:
-        found.setdefault(tuple(conditions.key(cell.get(path)) for path in paths), []).append(cell)
-    return found
-
-
-def _label(paths: list[str], key: Key, wanted: Any) -> str:
-    parts = [
-        f"{path.rpartition('.')[2]}-{'+'.join(map(str, v[1:])) if isinstance(v, tuple) else v}"
-        for path, v in zip(paths, key, strict=True)
-        if v is not MISSING and wanted(path)
-    ]
-    return "/".join(parts) or "all"
-
-
-def _pairs(
-    paths: list[str], shared: list[Key], groups_a: dict[Key, list[Cell]], groups_b: dict[Key, list[Cell]]
-) -> list[Pair]:
-    """One pair a block and seed; what a block shares of mechanism and training is averaged in it."""
-    found: dict[tuple[str, int], tuple[dict[str, None], dict[str, None]]] = {}
-    for key in shared:
-        block = _label(paths, key, lambda path: path.split(".")[0] in ("task", "model"))
-        for seed in groups_a[key][0].ids:
-            a, b = found.setdefault((block, seed), ({}, {}))
-            a.update(dict.fromkeys(cell.ids[seed] for cell in groups_a[key] if seed in cell.ids))
-            b.update(dict.fromkeys(cell.ids[seed] for cell in groups_b[key] if seed in cell.ids))
-    return [Pair(block, seed, tuple(a), tuple(b)) for (block, seed), (a, b) in found.items() if a and b]
-
-
-def _count(groups: dict[Key, list[Cell]], shared: list[Key]) -> int:
-    """Trials without a partner."""
-    partners = set(shared)
-    return sum(len(cell.ids) for key, cells in groups.items() if key not in partners for cell in cells)

@@ -73,6 +73,15 @@ def test_settings_without_a_partner_are_counted(tmp_path: Path) -> None:
     assert sizes == {"n_pairs-4": 2, "n_pairs-8": 1}
 
 
+def test_a_trial_that_the_set_leaves_out_has_no_pair(tmp_path: Path) -> None:
+    text = "axes: {mechanism: [softmax, linear], task.n_pairs: [2, 4]}\nseeds: 3\nevaluate: {long: {if: {task.n_pairs: 4}, task.seq_len: [128]}}\ncompare: [{a: {mechanism: softmax}, b: {mechanism: linear}}]"
+    found, (test,) = compared(text, tmp_path)
+    asked = {m.trial.id for m in found.members if m.slices}
+    assert {pair.block for pair in test.pairs} == {"n_pairs-4"}
+    assert {i for pair in test.pairs for i in (*pair.a, *pair.b)} == asked
+    assert (test.unpaired_a, test.unpaired_b) == (3, 3)
+
+
 def test_a_training_path_is_averaged_and_a_model_path_makes_blocks(tmp_path: Path) -> None:
     text = "axes: {mechanism: [softmax, linear], train.lr: [1, 2], model.d_model: [16, 32]}\ncompare: [{a: {mechanism: softmax}, b: {mechanism: linear}}]"
     _, (test,) = compared(text, tmp_path)

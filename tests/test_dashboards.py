@@ -207,6 +207,14 @@ def test_a_diverged_trial_scores_chance_on_a_training_metric_too(tmp_path):
     assert compare(plan, load(tmp_path, plan))[0].pairs[0].a == pytest.approx(2 / 512)
 
 
+def test_a_trial_with_none_of_the_tested_slices_has_no_score(tmp_path):
+    plan = make_plan(3)
+    fill(tmp_path, plan)
+    plan = without(plan, tests=(replace(plan.tests[0], slices=("another slice",)),))
+    (found,) = compare(plan, load(tmp_path, plan))
+    assert (found.pairs, found.n_missing, found.verdict) == ((), len(plan.tests[0].pairs), Verdict.MISSING)
+
+
 def test_ratios_are_compared_as_logs_and_shown_as_ratios(tmp_path):
     plan = make_plan(3)
     fill(tmp_path, plan)
