@@ -8,7 +8,6 @@ drops.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import threading
 import time
@@ -115,7 +114,6 @@ class Launch:
     def _prepare(self) -> list[Found]:
         for owner in self.ledger.release_dead():
             self.say(f"taking over from {owner}, which ended without a word")
-        _sweep_scratch(self.store)
         self.revision, is_new = self.store.freeze(self.plan)
         self.ledger.record_plan(self.plan, self.revision)
         if is_new and self.revision > 1:
@@ -170,7 +168,7 @@ class Launch:
 
     def _work(self, executor: str) -> None:
         self._began = time.monotonic()
-        with make_executor(executor, self.given, self.store) as runner:
+        with make_executor(executor, self.given) as runner:
             while not self._stopped_by:
                 runner.run(self.next_job, self.done, should_stop=self.should_stop, tick=self.tick)
                 self._look_elsewhere()
@@ -366,11 +364,3 @@ class Launch:
             seconds=time.monotonic() - self._began,
             backlog=backlog,
         )
-
-
-def _sweep_scratch(store: Store) -> None:
-    """Remove what killed drivers of this machine left: Tune's files, of no use to anybody."""
-    for path in store.root.glob(".ray-*"):
-        pid = path.name.split("-")[1]
-        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(path, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +129,6 @@ def doctor(store: Path, *, rebuild: bool = False) -> list[Finding]:
             found.append(Finding("ok", f"ledger made again from the folders: {numbers}"))
         found += _check_drivers(ledger)
         found += [finding for sweep in opened.sweeps() for finding in _check_sweep(opened, ledger, sweep)]
-        found += _check_litter(opened)
     finally:
         ledger.close()
     return found
@@ -175,13 +173,3 @@ def _check_sweep(store: Store, ledger: Ledger, sweep: str) -> list[Finding]:
     if problems := ledger.problems(sweep):
         found.append(Finding("note", f"{name}: MLflow is behind ({problems[0]})", "`sweep sync` catches up"))
     return found or [Finding("ok", f"{name}: {len(plan.members)} trials, files and ledger agree")]
-
-
-def _check_litter(store: Store) -> list[Finding]:
-    """Scratch folders of drivers that were killed. The next launch removes those whose process is gone."""
-    litter = [path.name for path in store.root.glob(".ray-*") if not os.path.exists(f"/proc/{path.name.split('-')[1]}")]
-    return (
-        [Finding("note", f"{len(litter)} scratch folders of killed drivers", "the next launch removes them")]
-        if litter
-        else []
-    )

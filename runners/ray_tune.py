@@ -1,8 +1,9 @@
 """The executor on Ray Tune: a Searcher that hands out claimed jobs, and actors that run them and are used again.
 
-Nothing here depends on what Ray saves: the ledger and the folders say what is to be done, so Ray's own storage is a
-scratch folder that is removed at the end. A job's outcome is read from its folder; an actor that died without leaving
-one is a failure of kind `infra`. After a failure the actor goes too, and the next job gets a fresh process.
+Nothing here depends on what Ray saves: the ledger and the folders say what is to be done, so Ray and Tune write to a
+scratch folder on this machine that is removed at the end, or by the next launch here if the driver was killed. A job's
+outcome is read from its folder; an actor that died without leaving one is a failure of kind `infra`. After a failure
+the actor goes too, and the next job gets a fresh process.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import ray  # noqa: E402
 from ray import tune  # noqa: E402
 from ray.tune.search import Searcher  # noqa: E402
 
+from runners.owner import Owner  # noqa: E402
 from runners.schema import EvalSlice, Failure, Job, Outcome, Status, Trial  # noqa: E402
 from runners.store import read_json, write_json, write_text  # noqa: E402
 from runners.trial import read_outcome, run_job, write_outcome  # noqa: E402
@@ -44,6 +46,9 @@ STOP_FILE = "stop"
 _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Ray takes 127.0.0.1 to mean the address that the network sees; the next one it leaves alone."""
 _ROOT = str(Path(__file__).resolve().parent.parent)
+_OWNER_FILE = "owner.json"
+_LONGEST_SCRATCH = (107 if sys.platform == "linux" else 103) - 70
+"""Bytes of a path that is short enough for the sockets that Ray puts below it; the system bounds their length."""
 
 
 def write_job(job: Job) -> Path:
@@ -163,30 +168,41 @@ def outcome_of(job: Job) -> Outcome:
     return outcome
 
 
+def make_scratch() -> Path:
+    """A folder of this driver for Ray's and Tune's files; those of drivers that died on this machine are removed."""
+    usual = Path(tempfile.gettempdir())
+    for folder in {*usual.glob("memsweep-ray-*"), *Path("/tmp").glob("memsweep-ray-*")}:
+        with contextlib.suppress(FileNotFoundError):  # another launch removes it too
+            row = read_json(folder / _OWNER_FILE) if folder.lstat().st_uid == os.getuid() else None
+            if row and Owner(**row).is_dead():
+                shutil.rmtree(folder, ignore_errors=True)
+    fits = len(os.fsencode(usual / "memsweep-ray-12345678")) <= _LONGEST_SCRATCH
+    made = Path(tempfile.mkdtemp(prefix="memsweep-ray-", dir=usual if fits else "/tmp"))
+    write_json(made / _OWNER_FILE, dataclasses.asdict(Owner.me()), durable=False)
+    return made
+
+
 class RayExecutor:
     """A local Ray, started on first use and shut down at the end. Its processes meet on the loopback address.
 
     Not covered: Ray's own servers still listen on every interface; what they ask of a caller is Ray's token.
 
     `slots` trials run at once, each with `threads` CPU threads and `gpu` of a card (of `gpus` in all).
-    `scratch` is a folder for Tune's files; it is removed.
     """
 
-    def __init__(self, *, slots: int, threads: int, gpus: int, gpu: float, scratch: Path) -> None:
+    def __init__(self, *, slots: int, threads: int, gpus: int, gpu: float) -> None:
         self.slots, self._threads, self._gpus, self._gpu = slots, threads, gpus, gpu
-        self._scratch = scratch
-        self._session: str | None = None
+        self._scratch: Path | None = None
         self._rounds = 0
 
     def __enter__(self) -> RayExecutor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._session is not None:
+        if self._scratch is not None:
             ray.shutdown()
-            shutil.rmtree(self._session, ignore_errors=True)
-            self._session = None
-        shutil.rmtree(self._scratch, ignore_errors=True)
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
 
     def run(
         self,
@@ -217,9 +233,9 @@ class RayExecutor:
             raise jobs.problem
 
     def _start(self) -> None:
-        if self._session is not None:
+        if self._scratch is not None:
             return
-        self._session = tempfile.mkdtemp(prefix="memsweep-ray-")
+        self._scratch = make_scratch()
         # Workers inherit these. Small operations run ten times slower when threads share a core.
         path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
         with _environment({"OMP_NUM_THREADS": str(self._threads), "PYTHONPATH": path}), _own_signals():
@@ -232,7 +248,7 @@ class RayExecutor:
                 logging_level="ERROR",
                 object_store_memory=100 * 2**20,
                 _node_ip_address=_LOOPBACK,
-                _temp_dir=self._session,
+                _temp_dir=str(self._scratch),
             )
         # A failed trial is told by us, once, with its log; Ray would add its own traceback.
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
@@ -253,7 +269,7 @@ class RayExecutor:
                 ),
                 run_config=tune.RunConfig(
                     name=f"round-{self._rounds}",
-                    storage_path=str(self._scratch),
+                    storage_path=f"{self._scratch}/tune",
                     verbose=0,
                     failure_config=tune.FailureConfig(max_failures=0),
                     checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from runners.schema import Exit, Job, Outcome, UserError
-from runners.store import Store
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def make_executor(name: str, given: Share, store: Store) -> AbstractContextManager[Executor]:
+def make_executor(name: str, given: Share) -> AbstractContextManager[Executor]:
     """The executor of that name. Ray is imported only for its own."""
     if name == "inline":
         from runners.inline import InlineExecutor
@@ -97,5 +96,4 @@ def make_executor(name: str, given: Share, store: Store) -> AbstractContextManag
         return InlineExecutor()
     from runners.ray_tune import RayExecutor
 
-    scratch = store.root / f".ray-{os.getpid()}"
-    return RayExecutor(slots=given.slots, threads=given.threads, gpus=given.gpus, gpu=given.gpu, scratch=scratch)
+    return RayExecutor(slots=given.slots, threads=given.threads, gpus=given.gpus, gpu=given.gpu)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +78,12 @@ def results(store: Store, plan: Plan) -> list[Any]:
     return found
 
 
+def scratch_of(pid: int) -> list[Path]:
+    """Folders for temporary files that the driver `pid` has left."""
+    owners = [*Path(tempfile.gettempdir()).glob("memsweep-ray-*/owner.json")]
+    return [path.parent for path in owners if json.loads(path.read_text())["pid"] == pid]
+
+
 def ray_processes(parent: int) -> list[str]:
     """Ray's processes that name the driver `parent` or descend from it."""
     found = []
@@ -121,7 +129,7 @@ def test_same_numbers_one_killed_worker_and_one_failure(tmp_path: Path, undistur
     assert len(set(workers)) < 6  # actors are used again
     assert {run.info.status for run in runs(store)} == {"FINISHED"}
     assert len(runs(store)) == 6
-    assert not list(store.root.glob(".ray-*"))
+    assert scratch_of(process.pid) == []
     assert ray_processes(process.pid) == []
 
 
@@ -148,7 +156,30 @@ def test_driver_killed_then_launched_from_elsewhere(tmp_path: Path, undisturbed:
     found = runs(store)
     assert sorted(run.data.tags["memsweep.trial_id"] for run in found) == sorted(m.trial.id for m in plan.members)
     assert {run.info.status for run in found} == {"FINISHED"}
-    assert not list(store.root.glob(".ray-*"))
+    assert scratch_of(first.pid) == scratch_of(second.pid) == []
+
+
+def test_scratch_has_room_for_sockets_and_what_the_dead_left_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runners.ray_tune import make_scratch
+
+    short = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    first, second = make_scratch(), make_scratch()
+    assert first.parent == second.parent == short
+    owner = json.loads((first / "owner.json").read_text())
+    (first / "owner.json").write_text(json.dumps(owner | {"begun": "1"}))  # a process number that is used again
+    third = make_scratch()
+    assert (first.exists(), second.exists(), third.exists()) == (False, True, True)
+    shutil.rmtree(short)
+    # A job's folder on a cluster, and each user's on a Mac: Ray's sockets would not fit below.
+    long = tmp_path / ("long" * 12)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    made = make_scratch()
+    assert made.parent == Path("/tmp")
+    shutil.rmtree(made)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
