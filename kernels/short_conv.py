@@ -94,12 +94,6 @@ def short_conv(
     return _Shifted.apply(torch.cat([history, x_BTD], 1), weight, activation)[:, width - 1 :], last
 
 
-def short_conv_step(x_BD: Tensor, w_DW: Tensor, activation: str | None, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: (B, D) and the state in, (B, D) and the next state out."""
-    y_BTD, state = short_conv(x_BD[:, None], w_DW, activation, state)
-    return y_BTD[:, 0], state
-
-
 def examples(T: int, dtype: torch.dtype, generator: torch.Generator) -> Iterator[dict[str, Any]]:
     """Arguments of `short_conv` that together use each of its options."""
 

@@ -33,11 +33,6 @@ KINDS = {
     "model": ("runners/model.py", "Model"),
     "train": ("runners/train.py", "Train"),
 }
-OWNERS = {
-    "model": [["n_heads", "head_dim"]],
-    "train": [["steps", "epochs", "tokens", "tokens_per_param"], ["batch_size", "batch_tokens"]],
-}
-"""Units have one owner: of each group one parameter is given, the others follow from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +92,7 @@ class Block:
     @cached_property
     def owners(self) -> list[list[str]]:
         """Groups of parameters of which one owns the others."""
-        groups = self.literals.get("OWNERS", OWNERS.get(self.kind, []))
-        return [[name for name in group if name in self.params] for group in groups]
+        return [[name for name in group if name in self.params] for group in self.literals.get("OWNERS", [])]
 
     @cached_property
     def owned(self) -> frozenset[str]:

@@ -85,12 +85,12 @@ class Condition:
         return ", ".join(map(str, self.matchers)) or "every trial"
 
 
-def read(node: Node, problems: Problems, what: str, *, may_be_empty: bool = False) -> Condition | None:
+def read(node: Node, problems: Problems, what: str) -> Condition | None:
     """The condition that a node writes; None, with a problem, if it is not one."""
     if not node.is_map:
         problems.add(node.mark, f"{what} is a mapping of path: value, not {show(node.plain())}")
         return None
-    if not node.value and not may_be_empty:
+    if not node.value:
         problems.add(node.mark, f"{what} is empty: it would match every trial")
         return None
     before = len(problems)

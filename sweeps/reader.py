@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -79,12 +78,6 @@ class Node:
             value = [child.copy(layer) for child in self.value] if self.is_list else self.value
         keys = {key: replace_layer(at, layer) for key, at in self.keys.items()}
         return replace(self, value=value, mark=mark, keys=keys)
-
-    def walk(self) -> Iterator[Node]:
-        yield self
-        if self.is_map or self.is_list:
-            for child in self.value.values() if self.is_map else self.value:
-                yield from child.walk()
 
 
 def replace_layer(mark: Mark, layer: str | None) -> Mark:

@@ -73,7 +73,7 @@ class Task:
         vocab_size: tokens in the vocabulary; zoology's layout takes keys from 1 .. V/2-1, values from V/2 .. V-1
         seq_len: length of a row (tokens); none = 64, and 3 n_pairs + 1 in the vla layout
         n_pairs: key-value pairs in a row (count)
-        power: exponent a of the law of query distances, weights g^(a-1) (1 = uniform, small = soon)
+        power: exponent a of the law of query distances, weights (g+1)^(a-1) (1 = uniform, small = soon)
         random_non_queries: fillers are random tokens of the whole vocabulary instead of token 0
         data: fixed = the same `examples` rows every epoch; fresh = every epoch draws new ones
         examples: training rows in an epoch (count)
@@ -185,7 +185,8 @@ class Task:
         if last not in groups[number]:
             raise ValueError(f"rows {int(index_B[0])} and {int(index_B[-1])} are of different segments")
         part = parts[number]
-        # The law of a row, and nothing else: raising `examples` or `test_examples` keeps the rows there are.
+        # The law of a row, and nothing else: raising `valid_examples` or `test_examples` keeps the valid and test rows
+        # there are. Training rows depend on every setting of the task through `seed`.
         law = {"V": self.vocab_size, "T": part.seq_len, "n": part.n_pairs, "power": self.power, "layout": self.layout}
         law["fill"] = self.random_non_queries
         stream = streams.key("mqar", split, seed if split == "train" else None, number, law)
