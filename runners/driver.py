@@ -6,6 +6,8 @@ import contextlib
 import shutil
 from pathlib import Path
 
+from sqlalchemy.exc import OperationalError
+
 from runners.launching import Failed, Launch, Say, Summary
 from runners.ledger import Ledger
 from runners.overview import SweepStatus, TrialStatus, doctor, status
@@ -33,7 +35,8 @@ def launch(
     """Run what is missing of `plan` and return when every selected trial has ended, here or in another driver.
 
     `only` = trial ids; `failed` = also run again what failed before; `tty` = a live line instead of one in 10 s.
-    Raises `UserError` where nothing can be run. SIGINT, SIGTERM and SIGHUP end it at a checkpoint, exit code 130.
+    Raises `UserError` where nothing can be run, or where store or ledger fail meanwhile. SIGINT, SIGTERM and SIGHUP
+    end it at a checkpoint, exit code 130.
     """
     from runners import record
 
@@ -47,6 +50,16 @@ def launch(
     ledger.register(owner)
     try:
         return Launch(plan, opened, ledger, owner, given, only, failed, say).run(executor, tracking_uri, tty)
+    except BrokenPipeError:
+        raise  # whoever read what `say` printed has gone
+    except (OSError, OperationalError) as error:
+        # Trials tell of their own trouble; this is the driver's: a full disk, a folder or a database that went away.
+        reason = error.orig if isinstance(error, OperationalError) else error
+        raise UserError(
+            f"the launch could not go on: {reason} (store {opened.root}). What was committed is safe: mend the cause, "
+            "and the same command goes on",
+            Exit.ENVIRONMENT,
+        ) from error
     finally:
         with contextlib.suppress(Exception):
             ledger.leave(owner)

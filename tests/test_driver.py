@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -179,6 +180,28 @@ def test_collision_stops_the_launch_and_overwrites_nothing(launch: Launch, store
     assert json.loads(path.read_text()) == other
     assert one.id not in fake.trained
     assert Ledger.open(store).drivers() == []
+
+
+def test_a_store_that_fails_meanwhile_ends_the_launch_in_words(launch: Launch, store: Store, fake: Fake) -> None:
+    plan = plans.plan()
+
+    def lose_ledger(*_: Any) -> None:
+        with sqlite3.connect(store.root / "ledger.db") as db:
+            db.execute("drop table if exists attempt")
+
+    fake.before_step = lose_ledger
+    with pytest.raises(UserError, match="could not go on: no such table: attempt") as caught:
+        launch(plan)
+    assert caught.value.exit_code == Exit.ENVIRONMENT
+
+
+def test_a_folder_that_cannot_be_written_ends_the_launch_in_words(launch: Launch, store: Store) -> None:
+    plan = plans.plan()
+    store.trial_folder(plan.members[0].trial.id).parent.mkdir(exist_ok=True)
+    store.trial_folder(plan.members[0].trial.id).write_text("a file where the folder should be")
+    with pytest.raises(UserError, match=r"could not go on: .*File exists") as caught:
+        launch(plan)
+    assert caught.value.exit_code == Exit.ENVIRONMENT
 
 
 def test_a_result_on_disk_is_taken_in(launch: Launch, store: Store, fake: Fake) -> None:
