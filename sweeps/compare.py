@@ -365,6 +365,7 @@ class Comparer:
             return None
         if not self._can_differ(entry, a, b, matched, slices):
             return None
+        self._note_apart(a, b, matched)
         direction, bounded = self._direction(entry)
         return Test(
             name=f"{a.label} vs {b.label}" + ("" if entry.set == "test" else f" on {entry.set}/{entry.metric}"),
@@ -383,6 +384,21 @@ class Comparer:
             unpaired_b=matched.unpaired(b.cells),
             **({"at_equal": entry.at_equal} if entry.at_equal is not None else {}),
         )
+
+    def _note_apart(self, a: Side, b: Side, matched: Matched) -> None:
+        """Note where a pair has the seed in common but no random stream: those follow task and model."""
+        apart: dict[str, None] = {}
+        for key in matched.shared:
+            for one, other in product(matched.a[key], matched.b[key]):
+                for kind in ("task", "model"):
+                    mine, theirs = one.blocks[kind], other.blocks[kind]
+                    if mine.text != theirs.text:
+                        apart.update(dict.fromkeys(p for p, v in mine.flat.items() if v != theirs.flat.get(p)))
+        if apart:
+            self.problems.note(
+                f"{a.label} vs {b.label}: the sides differ in {', '.join(apart)}, so the two trainings of a pair have "
+                "the seed in common but neither training rows nor initial weights"
+            )
 
     def _direction(self, entry: Entry) -> tuple[str, bool]:
         task = self._tasks(entry.set)[0].block.literals

@@ -93,8 +93,11 @@ def test_a_training_path_is_averaged_and_a_model_path_makes_blocks(tmp_path: Pat
 
 def test_a_path_that_follows_the_arm_is_no_obstacle(tmp_path: Path) -> None:
     text = "axes: {mechanism: [{name: softmax, model.position: rope}, linear]}\nseeds: 2\ncompare: [{a: {mechanism: softmax}, b: {mechanism: linear}}]"
-    _, (test,) = compared(text, tmp_path)
+    found, (test,) = compared(text, tmp_path)
     assert [pair.block for pair in test.pairs] == ["all", "all"]
+    assert [note for note in found.notes if "differ in model.position, so" in note]
+    found, _ = compared(text.replace("{name: softmax, model.position: rope}", "softmax"), tmp_path)
+    assert not [note for note in found.notes if "differ in" in note]
 
 
 def test_a_matched_value_follows_and_pairs_nothing(tmp_path: Path) -> None:
