@@ -99,12 +99,14 @@ class Comparer:
         """Warn where a test has too few pairs for a verdict: sign flips of N pairs give no p below 2^(1-N)."""
         if not tests:
             return
-        wanted = math.ceil(1 + math.log2(len(tests) / ALPHA))
+        # Seeds that are added once a report was read are a second look, which doubles every p.
+        wanted, later = (math.ceil(1 + math.log2(len(tests) * looks / ALPHA)) for looks in (1, 2))
+        more = f", {later} if they are added after a report" if later > wanted else ""
         for test in tests:
             if test.bounded and test.scale == "difference" and len(test.pairs) < wanted:
                 self.problems.note(
-                    f"{test.name}: {len(test.pairs)} pairs cannot reach a verdict; "
-                    f"{len(tests)} test{'s' if len(tests) > 1 else ''} of a bounded score need {wanted} each: add seeds"
+                    f"{test.name}: {len(test.pairs)} pairs cannot reach a verdict; {len(tests)} "
+                    f"test{'s' if len(tests) > 1 else ''} of a bounded score need {wanted} each{more}: add seeds"
                 )
 
     # --- reading ------------------------------------------------------------------------------------------------
