@@ -351,7 +351,8 @@ class Launch:
         found = survey(self.store, self.ledger, self.plan, self.revision, self.only, believe=True)
         totals = counts(found)
         is_whole = sum(item.need == Need.NOTHING for item in found) == len(found)
-        code = Exit.INTERRUPTED if self._stopped_by == "signal" else Exit.OK if is_whole else Exit.FAILED
+        stops = {"signal": Exit.INTERRUPTED, "lease": Exit.ENVIRONMENT}
+        code = stops.get(self._stopped_by or "", Exit.OK if is_whole else Exit.FAILED)
         return Summary(
             self.plan.sweep,
             self.revision,

@@ -305,7 +305,7 @@ def test_a_driver_that_cannot_renew_stops_its_trials(
     monkeypatch.setattr(Ledger, "renew", broken)
     fake.step_s = 0.2
     summary = driver.launch(plans.plan(), store=store.root, executor="inline", say=lines.append)
-    assert summary.exit_code == Exit.FAILED
+    assert summary.exit_code == Exit.ENVIRONMENT
     assert sum("could not be reached" in line for line in lines) == 1
     assert len(fake.trained) == 1
 
