@@ -30,10 +30,13 @@ class Matched:
     def evaluated_on(self, slices: Collection[str]) -> Matched:
         """The same without cells that are evaluated on none of `slices`: they have no score, now or ever."""
 
-        def kept(groups: dict[Key, list[Cell]]) -> list[Cell]:
-            return [c for cells in groups.values() for c in cells if any(s.id in slices for s in c.slices)]
+        def is_asked(cell: Cell) -> bool:
+            return any(s.id in slices for s in cell.slices)
 
-        return Matched(self.paths, kept(self.a), kept(self.b))
+        a, b = ([cell for cells in groups.values() for cell in cells] for groups in (self.a, self.b))
+        if all(map(is_asked, (*a, *b))):
+            return self
+        return Matched(self.paths, [*filter(is_asked, a)], [*filter(is_asked, b)])
 
     def label(self, key: Key, blocks: Collection[str] | None = None) -> str:
         """`seq_len-64/n_pairs-4`: the values of a key, or those of its paths in some blocks of settings."""
