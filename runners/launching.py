@@ -324,14 +324,23 @@ class Launch:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first signal stops at a checkpoint, a second one at once. Only the main thread may listen."""
+        """The first signal stops at a checkpoint, a second one at once. Only the main thread may listen.
+
+        `timeout` and batch systems signal the process and then its group: what follows within a second is the same one.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
+        first = 0.0
+
         def stop(number: int, _frame: Any) -> None:
+            nonlocal first
             if self._stopped_by == "signal":
+                if time.monotonic() - first < 1.0:
+                    return
                 raise KeyboardInterrupt
+            first = time.monotonic()
             self._stopped_by = "signal"
             self._signal = signal.Signals(number).name  # said by tick(): a handler may interrupt a print
 

@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -238,7 +239,8 @@ class RayExecutor:
         self._scratch = make_scratch()
         # Workers inherit these. Small operations run ten times slower when threads share a core.
         path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-        with _environment({"OMP_NUM_THREADS": str(self._threads), "PYTHONPATH": path}), _own_signals():
+        variables = {"OMP_NUM_THREADS": str(self._threads), "PYTHONPATH": path}
+        with _environment(variables), _own_signals(), _another_group():
             ray.init(
                 address="local",
                 num_cpus=self.slots * self._threads,
@@ -289,6 +291,32 @@ def _own_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _another_group() -> Iterator[None]:
+    """Have Ray's processes start in a process group of their own.
+
+    `timeout`, a batch system or `kill` often signals the whole group. Ray's servers would die of that SIGTERM at once,
+    under the trials that we have just asked to stop at a checkpoint. A group is inherited, so this process joins
+    another one while Ray starts. Not where a person may press Ctrl-C meanwhile: the terminal signals its own group.
+    """
+    home = os.getpgrp()
+    holder = subprocess.Popen(["sleep", "60"], process_group=0) if not sys.stdin.isatty() else None
+    try:
+        if holder is not None:
+            with contextlib.suppress(OSError):  # a session's leader may not leave its group
+                os.setpgid(0, holder.pid)
+        yield
+    finally:
+        if holder is not None:
+            try:
+                os.setpgid(0, home)
+            except OSError:
+                with contextlib.suppress(OSError):  # the group ended when we left it; we were its last process
+                    os.setpgid(0, 0)
+            holder.kill()
+            holder.wait()
 
 
 @contextlib.contextmanager

@@ -268,7 +268,7 @@ class _Run:
         self.metrics: dict[str, float] = {}
         self.points: list[Point] = []
         self.best: dict[str, Tensor] = {}
-        self.best_score = -math.inf
+        self.best_scores: dict[str, float] = {}
         self.stopped_by: str | None = None
         self.diverged: dict[str, Any] | None = None
         self.announce: Callable[..., None] = lambda *_: None
@@ -329,10 +329,12 @@ class _Run:
             return
         scores = evaluate.score(self.model, self.task, "valid", self.device, self.train.dtype)
         del scores["n"]
-        self._point({f"valid/{name}": value for name, value in scores.items()})
+        valid = {f"valid/{name}": value for name, value in scores.items()}
+        self._point(valid)
         score = self.sign * scores[self.select]
-        if self.train.keep == "best" and score > self.best_score:
-            self.best_score = score
+        best = self.best_scores.get(f"valid/{self.select}", -self.sign * math.inf)
+        if self.train.keep == "best" and score > self.sign * best:
+            self.best_scores = valid
             self.best = {name: value.clone() for name, value in self.model.state_dict().items()}
         if self.train.stop_above is not None and score > self.sign * self.train.stop_above:
             self.stopped_by = "stop_above"
@@ -350,7 +352,7 @@ class _Run:
         tensors |= {"unread.losses": self.losses, "unread.norms": self.norms, "unread.bad": self.optimiser.bad}
         meta = {"step": self.step, "tokens": self.tokens, "unread": self.unread, "metrics": dict(self.metrics)}
         if self.best:
-            meta["best_score"] = self.best_score
+            meta["best_scores"] = self.best_scores
         return Snapshot(self.step, {name: value.detach().clone() for name, value in tensors.items()}, meta)
 
     def load(self, start: Snapshot) -> None:
@@ -363,12 +365,15 @@ class _Run:
         self.losses.copy_(start.tensors["unread.losses"])
         self.norms.copy_(start.tensors["unread.norms"])
         self.best = {name: value.to(self.device) for name, value in _part(start.tensors, "best.").items()}
-        self.best_score = start.meta.get("best_score", -math.inf)
+        self.best_scores = dict(start.meta.get("best_scores", {}))
         self.step, self.tokens, self.unread = (start.meta[name] for name in ("step", "tokens", "unread"))
         self.metrics = dict(start.meta["metrics"])
 
     def final(self) -> Fit:
-        """The end of a run: its snapshot holds the weights to evaluate and how it ended, no optimiser."""
+        """The end of a run: its snapshot holds the weights to evaluate and how it ended, no optimiser.
+
+        Its validation scores are those of the weights that were kept.
+        """
         assert self.stopped_by is not None
         status = "diverged" if self.diverged else "complete"
         weights = self.best or self.model.state_dict()
@@ -380,5 +385,12 @@ class _Run:
 
     def ended(self, status: str, stopped_by: str, snapshot: Snapshot) -> Fit:
         return Fit(
-            status, self.step, dict(self.metrics), self.n_params, self.tokens, stopped_by, self.diverged, snapshot
+            status,
+            self.step,
+            self.metrics | self.best_scores,
+            self.n_params,
+            self.tokens,
+            stopped_by,
+            self.diverged,
+            snapshot,
         )

@@ -49,7 +49,9 @@ def start(store: Store, cwd: Path, **plan: Any) -> subprocess.Popen[str]:
     code = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests"), plan=json.dumps(plan), store=str(store.root))
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", code]
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=cwd, start_new_session=True)
+    return subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, cwd=cwd, process_group=0, stdin=subprocess.DEVNULL
+    )
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240) -> None:
@@ -186,13 +188,14 @@ def test_scratch_has_room_for_sockets_and_what_the_dead_left_goes(
 def test_a_signal_stops_at_a_checkpoint(
     tmp_path: Path, undisturbed: tuple[Plan, list[Any]], number: signal.Signals
 ) -> None:
-    """Ctrl-C reaches the whole group, Ray and workers too; `kill` the driver alone."""
+    """Ctrl-C, `timeout` and batch systems signal the whole group, and some of them the driver once more."""
     plan, expected = undisturbed
     store = stores.make(tmp_path / "runs")
     process = start(store, tmp_path, seeds=[0, 1, 2], steps=300)
     first = plan.members[0].trial.id
     wait_for(lambda: (store.trial_folder(first) / "progress.json").exists(), process)
-    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    os.kill(process.pid, number)
+    os.killpg(process.pid, number)
     said, errors = process.communicate(timeout=240)
     assert process.returncode == Exit.INTERRUPTED, said + errors
     assert f"{number.name}: stopping at a checkpoint" in said

@@ -346,6 +346,7 @@ def test_keep_best_gives_the_weights_of_the_best_evaluation(
     at_best = next(s for s in log.snapshots if s.step == best)
     for name, value in result.snapshot.tensors.items():
         assert torch.equal(value, at_best.tensors[name]), name
+    assert result.metrics[f"valid/{metric}"] == {"accuracy": 0.9, "loss": 0.2}[metric], "the score of other weights"
     assert not torch.equal(
         at_best.tensors["model.embedding.weight"], log.snapshots[29].tensors["model.embedding.weight"]
     )
