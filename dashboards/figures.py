@@ -26,7 +26,8 @@ MAX_POINTS = 20_000
 """Of all curves of a figure together: a page has to open."""
 MAX_CURVES = 150
 """More trials than this and learning curves show the median of each cell only."""
-MAX_END_LABELS = 6
+DASHES = ([1, 0], [7, 3], [2, 2], [10, 3, 2, 3], [4, 2], [1, 3])
+"""One a size within a family, in the order of the spec."""
 LOAD_FIRST = ("n_pairs", "seq_len")
 """Task settings that make a task harder, the one to put on the x axis first."""
 WIDE, PANEL = (420, 280), (270, 220)
@@ -122,7 +123,7 @@ class Painter:
             return None
         data = data.merge(self.who, on=["trial", "arm"])
         with_seeds = data["trial"].nunique() <= MAX_CURVES
-        data = thinned(data, with_seeds)[["step", "value", "family", "series", "condition", "seed", "trial"]]
+        data = thinned(data, with_seeds)[["step", "value", "family", "series", "size", "condition", "seed", "trial"]]
         ends = data.sort_values("step").groupby("trial").tail(1).groupby("family", sort=False)["value"].median()
         bounded = metric.endswith(f"/{self.metric}")
         seeds = "Thin lines are seeds, bold ones their medians." if with_seeds else "Lines are medians over seeds."
@@ -138,13 +139,14 @@ class Painter:
     def _lines(self, data: pd.DataFrame, metric: str, bounds: list[float] | None, with_seeds: bool) -> Chart:
         """Learning curves: a thin line a seed, a bold one for the median of a series."""
         x = alt.X("step:Q", axis=alt.Axis(format="~s", tickCount=5))
-        groups: list[Any] = ["step", "family", "series", "condition"]
+        groups: list[Any] = ["step", "family", "series", "size", "condition"]
         if not with_seeds:
             data = data.groupby(groups, sort=False)["value"].median().reset_index()
         y, colour, base = value_axis(metric, bounds), self._colour(), alt.Chart(data)
         middle = base.transform_aggregate(value="median(value)", groupby=groups)
         tips = ["series:N", "step:Q", alt.Tooltip("value:Q", format=".4f")]
-        bold = middle.mark_line(strokeWidth=2.2).encode(x, y, colour, detail="series:N", tooltip=tips)
+        dash = self._dash(data)
+        bold = middle.mark_line(strokeWidth=2.2).encode(x, y, colour, **dash, detail="series:N", tooltip=tips)
         if not with_seeds:
             return alt.layer(bold)
         thin = base.mark_line(strokeWidth=0.8, opacity=0.4)
@@ -163,18 +165,28 @@ class Painter:
             rule = alt.Chart(data).mark_rule(color=GREY, strokeDash=[2, 3], strokeWidth=1)
             layers.append(rule.encode(y=alt.datum(level)))
         path = middle.mark_line(strokeWidth=1.4, opacity=0.8).encode(x, y, colour)
-        layers.append(path.encode(detail="series:N") if "series" in groups else path)
+        layers.append(path.encode(**self._dash(data), detail="series:N") if "series" in groups else path)
         seeds = base.mark_point(size=26, opacity=0.6, strokeWidth=1.1, filled=False)
         layers.append(seeds.encode(x, y, colour, shape, tooltip=tips))
         medians = middle.mark_point(size=95, opacity=1, filled=True, stroke="white", strokeWidth=0.8)
         layers.append(medians.encode(x, y, colour, shape, tooltip=told))
-        sized = data.loc[data["size"] != "", "series"].nunique()
-        if "series" in groups and 0 < sized <= MAX_END_LABELS:
-            # Lines of one colour are told apart by what they end in; more would cover each other.
-            ends = middle.transform_joinaggregate(last="max(x)", groupby=["series", "condition"])
-            text = ends.transform_filter("datum.x == datum.last").mark_text(align="left", dx=9, fontSize=10)
-            layers.append(text.encode(x, y, colour, text="size:N"))
         return alt.layer(*layers)
+
+    def _dash(self, data: pd.DataFrame) -> dict[str, alt.StrokeDash]:
+        """One dash a size, for lines of one family and so of one colour; nothing where a family is one line."""
+        sizes = [size for size in dict.fromkeys(map(self.labels.size, self.plan.members)) if size in set(data["size"])]
+        sizes = [size for size in sizes if size]
+        if not sizes:
+            return {}
+        scale = alt.Scale(domain=sizes, range=[DASHES[i % len(DASHES)] for i in range(len(sizes))])
+        # As wide as the longest dash needs to be told from the others.
+        legend = alt.Legend(
+            symbolType="stroke", symbolStrokeColor=GREY, symbolStrokeWidth=2, symbolSize=1400, orient="right", columns=1
+        )
+        alone = alt.condition(
+            "datum.size == ''", alt.value(DASHES[0]), alt.StrokeDash("size:N", scale=scale, legend=legend)
+        )
+        return {"strokeDash": alone}
 
     def _colour(self) -> alt.Color:
         """One colour a family; the legend keeps the order of the spec."""
