@@ -41,7 +41,12 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", "-s", metavar="PATH=VALUE", help="Set one value of the spec; repeatable.")
 ]
 OnlyOption = Annotated[
-    str | None, typer.Option("--only", metavar="COND", help="Run or show only the trials that meet this condition.")
+    str | None,
+    typer.Option(
+        "--only",
+        metavar="COND",
+        help="Run or show only the trials that meet this: 'mechanism: hola, seed: [0, 1]' or mechanism=hola,seed=0.",
+    ),
 ]
 ExecutorOption = Annotated[
     str, typer.Option("--executor", help="ray, or inline: one after the other in this process, for debugging.")

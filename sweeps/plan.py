@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from runners.schema import Member, Plan, Trial, UserError
@@ -146,12 +147,11 @@ def _item_searches(spec: dict[str, Any]) -> list[str]:
 
 
 def select(plan: Plan, only: str) -> frozenset[str]:
-    """Ids of the trials that meet a condition: `mechanism: hola, seed: [0, 1]`, with or without braces.
+    """Ids of the trials that meet a condition: `mechanism: hola, seed: [0, 1]`, or `mechanism=hola,seed=[0,1]`.
 
     Raises `SpecError` if it is no condition, or if no trial of the plan can meet it.
     """
-    text = only.strip()
-    node = read_text(text if text.startswith("{") else f"{{{text}}}", f"--only {only}")
+    node = read_text(_as_yaml(only), f"--only {only}")
     problems = Problems()
     condition = conditions.read(node, problems, "--only")
     problems.check()
@@ -163,6 +163,26 @@ def select(plan: Plan, only: str) -> frozenset[str]:
     if not found:
         raise UserError(f"--only {only}: no trial meets all of it")
     return found
+
+
+def _as_yaml(only: str) -> str:
+    """A condition of the command line as a YAML mapping: with or without braces, `=` as well as `:`."""
+    text = only.strip()
+    text = text[1:-1] if text.startswith("{") and text.endswith("}") else text
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    parts = [re.sub(r"^(\s*[A-Za-z_][\w.]*)\s*=\s*(?=\S)", r"\1: ", part) for part in parts]
+    if not all(re.match(r"\s*[\"'A-Za-z_][^:=]*:\s", part) for part in parts):
+        raise UserError(
+            f"--only {only!r}: write path: value or path=value, several separated by commas, a list of values in "
+            "brackets: --only 'mechanism: hola' or --only 'mechanism=hola, seed=[0, 1]'"
+        )
+    return "{" + ",".join(parts) + "}"
 
 
 def _flat(member: Member) -> dict[str, Any]:

@@ -76,9 +76,10 @@ def test_plan_prints_each_cell_and_json_is_the_plan(
 
 
 def test_plan_only_shows_a_part(spec: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(["plan", spec, "--only", "mechanism: linear, seed: 0"], monkeypatch, capsys)
-    assert "--only takes 2 of 8 trials" in out
-    assert "softmax" not in out
+    for only in ("mechanism: linear, seed: 0", "mechanism=linear,seed=0"):
+        _, out, _ = run(["plan", spec, "--only", only], monkeypatch, capsys)
+        assert "--only takes 2 of 8 trials" in out
+        assert "softmax" not in out
 
 
 def test_ls_lists_and_explains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

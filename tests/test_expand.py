@@ -494,6 +494,10 @@ def test_what_a_profile_took_away_is_a_note_and_not_an_error(tmp_path: Path) -> 
         ("mechanism.cache: {min: 5}, seed: [0, 1]", 2),
         ("arm: softmax", 2),
         ("seed: {not: 0}", 3),
+        ("mechanism=hola", 4),
+        ("mechanism = hola, seed=[0, 1],mechanism.cache: 8", 2),
+        ("{mechanism=hola, seed=0}", 2),
+        ("mechanism.cache={min: 5}", 2),
     ],
 )
 def test_only_takes_a_part_and_leaves_the_plan(only: str, count: int, tmp_path: Path) -> None:
@@ -509,6 +513,14 @@ def test_only_that_takes_nothing_is_told(only: str, tmp_path: Path) -> None:
     found = plan(BASE + "axes: {mechanism: [softmax, {name: hola, cache: [4, 8]}]}", tmp_path)
     with pytest.raises(UserError, match="--only"):
         select(found, only)
+
+
+@pytest.mark.parametrize("only", ["hola", "", "seed=0,1", "mechanism=", "mechanism==hola", ",seed=0", "seed=[0", "="])
+def test_only_in_neither_form_is_told_with_both(only: str, tmp_path: Path) -> None:
+    found = plan(BASE + "axes: {mechanism: [softmax, hola]}\nseeds: 2", tmp_path)
+    with pytest.raises(UserError, match="--only") as caught:
+        select(found, only)
+    assert only in ("seed=[0", "mechanism==hola") or "path: value or path=value" in str(caught.value)
 
 
 # --- properties -------------------------------------------------------------------------------------------------
