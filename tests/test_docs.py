@@ -12,7 +12,7 @@ from sweeps import cli
 from sweeps.plan import load
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "sweeps/SPEC.md")
 
 
 def text(name: str) -> str:
@@ -73,7 +73,7 @@ def test_make_targets_named_exist() -> None:
 def test_files_named_exist() -> None:
     for document in DOCUMENTS:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text(document)):
-            assert (ROOT / link).exists(), f"{document} links to {link}"
+            assert (ROOT / document).parent.joinpath(link).exists(), f"{document} links to {link}"
     for room in re.findall(r"^([a-z]+)/ ", text("README.md"), re.MULTILINE):
         assert (ROOT / room).is_dir(), f"the README's tree names {room}/"
 
