@@ -150,6 +150,7 @@ def _run(
     )
     _print_summary(summary)
     if with_report and summary.counts.get(Status.COMPLETE, 0) + summary.counts.get(Status.DIVERGED, 0):
+        print("writing the report", flush=True)
         _print_report(_write_report(store, plan.sweep, None, tracking_uri))
     raise typer.Exit(summary.exit_code)
 
