@@ -2,8 +2,11 @@
 
 MLflow may be remote, away, wiped or replaced: nothing is read back from it but what was sent. Each run carries the
 mark of what it has (`memsweep.sent`), so a projection may stop anywhere and be taken up by another driver. One driver
-at a time writes an experiment (a lease in the ledger). What was sent twice by a crash in between has the same time
-stamp, which MLflow keeps once.
+at a time writes an experiment (a lease in the ledger).
+
+MLflow never removes or replaces a point. So no point of a curve is sent that a run already has: what a run from before
+has is asked of the server, and a trial trained again adds nothing to its curves. A score that truly changed (one more
+evaluation in a mean) is the exception: it is sent, and MLflow shows the later one.
 
 A run deleted in the UI stays deleted, unless `restore` asks for it.
 """
@@ -32,6 +35,8 @@ from runners.store import Store, read_points
 MARK = TAG + "sent"
 BATCH = 1000
 """Most metrics in one call: MLflow's own limit."""
+MEASURED = {"wall_s", "peak_mem_bytes"}
+"""Never twice the same: training again leaves the run with what the training cost that is on its curves."""
 VIEW = "memsweep"
 """Key of the view of the runs that each experiment carries."""
 TICK_S = 2.0
@@ -252,15 +257,36 @@ class Projection:
         from mlflow.entities import Metric
 
         batch: list[Any] = []
-        for step, metrics, moment in read_points(state.folder, up_to=state.step):
-            if step > run.sent_step:
-                batch += [Metric(metric_name(name), value, int(moment * 1000), step) for name, value in metrics.items()]
-                run.latest.update({metric_name(name): value for name, value in metrics.items()})
+        for step, metrics, moment in read_points(state.folder, up_to=-1 if state.step is None else state.step):
+            if step <= run.sent_step:
+                continue
+            named = {metric_name(name): value for name, value in metrics.items()}
+            new = {name: value for name, value in named.items() if step not in self._steps(run, name)}
+            batch += [Metric(name, value, int(moment * 1000), step) for name, value in new.items()]
             if len(batch) >= BATCH - 100:
-                self._client.log_batch(run.id, metrics=batch)
+                self._log(run, batch)
                 batch = []
-        if batch:
-            self._client.log_batch(run.id, metrics=batch)
+        self._log(run, batch)
+
+    def _steps(self, run: _Run, name: str) -> set[int]:
+        """The steps at which the run has the metric."""
+        if name not in run.steps:
+            told = self._client.get_metric_history(run.id, name) if run.has_past else []
+            run.steps[name] = {point.step for point in told}
+        return run.steps[name]
+
+    def _log(self, run: _Run, batch: list[Any]) -> None:
+        for first in range(0, len(batch), BATCH):
+            part = batch[first : first + BATCH]
+            try:
+                self._client.log_batch(run.id, metrics=part)
+            except BaseException:
+                run.forget()  # the server may have taken it, or some of it
+                raise
+            for point in part:
+                run.latest[point.key] = point.value
+                if point.key in run.steps or not run.has_past:
+                    run.steps.setdefault(point.key, set()).add(point.step)
 
     def _send_state(self, run: _Run, state: State) -> None:
         from mlflow.entities import Metric, Param, RunTag
@@ -270,12 +296,10 @@ class Projection:
             part = list(params.items())[first : first + 100]
             self._client.log_batch(run.id, params=[Param(name, value) for name, value in part])
         run.params.update(params)
+        moment, step = state.ended_ms or state.started_ms, state.step or 0
         metrics = {name: value for name, value in state.final_metrics().items() if run.latest.get(name) != value}
-        moment = state.ended_ms or state.started_ms
-        entities = [Metric(name, value, moment, state.step or 0) for name, value in metrics.items()]
-        for first in range(0, len(entities), BATCH):
-            self._client.log_batch(run.id, metrics=entities[first : first + BATCH])
-        run.latest.update(metrics)
+        once = {name for name in MEASURED & metrics.keys() if step in self._steps(run, name)}
+        self._log(run, [Metric(name, value, moment, step) for name, value in metrics.items() if name not in once])
         status = _RUN_STATUS.get(state.status, "KILLED")
         if status != run.status:
             if status == "RUNNING":
@@ -290,6 +314,8 @@ class Projection:
         self._ledger.set_projection(
             self.key, self._plan.sweep, state.member.trial.id, run=run.id, sent=state.mark, step=state.step
         )
+        if state.status.is_done:
+            run.forget()  # thousands of trials: ask again if this one ever changes
 
 
 class _Run:
@@ -300,12 +326,19 @@ class _Run:
         self.mark = ""
         self.params: dict[str, str] = {}
         self.latest: dict[str, float] = {}
+        self.steps: dict[str, set[int]] = {}
+        self.has_past = False
+        """Whether the server may have points that `steps` does not tell."""
+
+    def forget(self) -> None:
+        self.steps, self.has_past = {}, True
 
     @classmethod
     def read(cls, run: Any) -> _Run:
         found = cls(run.info.run_id, status=run.info.status, deleted=run.info.lifecycle_stage == "deleted")
         found.mark = run.data.tags.get(MARK, "")
         found.params, found.latest = dict(run.data.params), dict(run.data.metrics)
+        found.has_past = True
         return found
 
     @property

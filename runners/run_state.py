@@ -28,7 +28,8 @@ class State:
         self.folder = store.trial_folder(member.trial.id)
         self._slices = sorted({part.id for part in member.slices} & slices)
         self._sweeps = sweeps
-        self._result = store.result(member.trial.id) if row.status.is_done else None
+        # Also of a trial that is evaluated now, or failed in it: its curves are whole.
+        self._result = store.result(member.trial.id)
         found = checkpoints.steps(self.folder / "checkpoints") if self._result is None else []
         self.step: int | None = self._result["step"] if self._result else (found[-1] if found else None)
         facts = [row.status, row.attempt, row.error, self._slices, sweeps, member.arm, member.cell]

@@ -107,6 +107,92 @@ def test_a_crash_between_points_and_mark_doubles_nothing(store: Store, launch: C
         assert len({point.step for point in history}) == len(history) == (6 if name == "train/loss" else 1)
 
 
+def points(store: Store, run: Any) -> list[tuple[str, int]]:
+    """(metric, step) of every point that the run has, as often as it has it."""
+    client = record.make_client(store.mlflow_uri)
+    return [
+        (name, point.step) for name in run.data.metrics for point in client.get_metric_history(run.info.run_id, name)
+    ]
+
+
+def damage(path: Path) -> None:
+    path.write_text(path.read_text().replace('"step": 6', '"step": 5'))
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow hears only what a test sends, and what is left at the end: one driver at a time writes."""
+    monkeypatch.setattr(record.Projector, "start", lambda _: None)
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_trained_again_has_no_point_twice(store: Store, launch: Callable[..., driver.Summary], fake: Fake) -> None:
+    """Its files are new, so are their times; and the server hears of it while it trains."""
+    plan = plans.plan(seeds=(0,))
+    launch(plan)
+    before = {run.info.run_id: sorted(points(store, run)) for run in runs(store)}
+    one = plan.members[0].trial
+    damage(store.trial_folder(one.id) / "result.json")
+    fake.before_step = lambda *_: _projection(store)
+    fake.trained.clear()
+    assert launch(plan).ran == 1
+    assert fake.trained == [one.id]
+    assert {run.info.run_id: sorted(points(store, run)) for run in runs(store)} == before
+    driver.sync(store.root)
+    for run in runs(store):
+        assert len(set(points(store, run))) == len(points(store, run))
+        assert run.data.tags["memsweep.status"] == "complete"
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_evaluated_again_has_no_point_of_a_curve_twice(
+    store: Store, launch: Callable[..., driver.Summary], fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(plans.plan(seeds=(0,)))
+    real = fake.evaluate
+
+    def evaluate(*arguments: Any, **options: Any) -> dict[str, float]:
+        _projection(store)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(fake, "evaluate", evaluate)
+    for path in store.root.glob("trials/*/metrics/*.jsonl"):
+        path.touch()  # a copied store has new times
+    assert launch(plans.plan(seeds=(0,), slices=(4, 8))).evaluated == 2
+    for run in runs(store):
+        told = [point for point in points(store, run) if point[0] != "test/accuracy"]  # its mean is over two now
+        assert sorted(set(told)) == sorted(told)
+        assert run.data.metrics["test/accuracy"] < run.data.metrics["test/accuracy/n_pairs-4"]
+
+
+def test_a_call_that_fails_half_way_doubles_nothing(
+    store: Store, launch: Callable[..., driver.Summary], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server takes the points, the answer is lost, and the trial is trained again before the next try."""
+    plan = plans.plan(seeds=(0,), lrs=(1e-3,))
+    launch(plan)
+    run = runs(store)[0]
+    projection = _projection(store)
+    record.make_client(store.mlflow_uri).set_tag(run.info.run_id, record.MARK, "-1:torn")
+    projection._adopt(projection._client)
+    projection._seen.clear()
+    real = projection._client.log_batch
+
+    def log_batch(*arguments: Any, **options: Any) -> None:
+        real(*arguments, **options)
+        raise ConnectionError("the answer is lost")
+
+    before = sorted(points(store, run))
+    with monkeypatch.context() as patch:
+        patch.setattr(projection._client, "log_batch", log_batch)
+        with pytest.raises(ConnectionError):
+            projection.project()
+    for path in store.root.glob("trials/*/metrics/*.jsonl"):
+        path.touch()
+    assert projection.project() == 1
+    assert sorted(points(store, run)) == before
+
+
 def test_a_deleted_run_stays_deleted_until_asked(store: Store, launch: Callable[..., driver.Summary]) -> None:
     launch(plans.plan())
     client = record.make_client(store.mlflow_uri)
