@@ -16,6 +16,7 @@ Letters: B rows, T time, D model width, V vocabulary, Q labelled positions of a 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -37,6 +38,8 @@ LIMITS = [
     "n_heads * head_dim == d_model",
     "position != 'rope' or head_dim % 2 == 0",
     "block == 'pre_norm' or norm == 'pre'",
+    "layers is None or 'mechanism' in layers",
+    "layers is None or len(layers) <= n_layers",
 ]
 OWNERS = [["n_heads", "head_dim"]]
 DERIVED = {
@@ -211,7 +214,7 @@ class Model(nn.Module):
         lobe: Literal["none", "causal"] = "none",
         block: Literal["pre_norm", "hyper_link"] = "pre_norm",
         norm: Literal["pre", "post"] = "pre",
-        layers: list[str] | None = None,
+        layers: list[Literal["mechanism", "base_conv"]] | None = None,
         position: Literal["none", "learned", "rope"] = "none",
         short_conv: bool = True,
         tied: bool = True,
@@ -370,7 +373,7 @@ def _heads(d_model: int, n_heads: int | None, head_dim: int | None) -> tuple[int
     return n_heads, head_dim
 
 
-def _kinds(layers: list[str] | None, n_layers: int) -> list[str]:
+def _kinds(layers: Sequence[str] | None, n_layers: int) -> list[str]:
     known = ("mechanism", "base_conv")
     for kind in layers or ():
         if kind not in known:

@@ -1,8 +1,8 @@
 """The rules and formulas of mechanisms, tasks and models: whole-number arithmetic in literal text, nothing else.
 
 Names, numbers, text, None, True, False, `+ - * / // %`, comparisons, `and or not`, `a if c else b`, and the functions
-min, max, log: no powers, attributes or other calls. A formula is checked once against this list and then compiled, so
-that evaluating it is cheap and can do nothing but arithmetic.
+min, max, log, len: no powers, attributes or other calls. A formula is checked once against this list and then compiled,
+so that evaluating it is cheap and can do nothing but arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from runners.schema import UserError
 
-FUNCTIONS = {"min": min, "max": max, "log": math.log}
+FUNCTIONS = {"min": min, "max": max, "log": math.log, "len": len}
 GLOBALS: dict[str, Any] = {"__builtins__": {}, **FUNCTIONS}
 
 ALLOWED = (

@@ -85,7 +85,7 @@ def _form() -> Schema:
 
 def _type(type_: Type) -> Schema:
     if type_.item is not None:
-        item = {"type": SCALARS[type_.item]}
+        item = {"enum": list(type_.choices)} if type_.choices else {"type": SCALARS[type_.item]}
         found: list[Schema] = [{"type": "array", "items": item}]
     else:
         found = [{"type": SCALARS[name]} for name in type_.scalars]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from runners.schema import UserError
 from sweeps import formula
 from sweeps.blocks import Resolved, environment
 from sweeps.reader import Mark, Problems
@@ -42,7 +43,11 @@ class Rules:
         for part in [{}, *(owner.env.get("segments") or [])]:
             env = {**outer, **owner.env, **part}
             if not formula.all_hold(owner.block.limits, env):
-                yield from ((rule, env, bool(part)) for rule in owner.block.limits if not formula.evaluate(rule, env))
+                verdicts = {rule: _verdict(rule, env) for rule in owner.block.limits}
+                # What has no value follows from what is broken: d_model % n_heads with n_heads of 0.
+                told = [rule for rule, verdict in verdicts.items() if verdict is False]
+                told = told or [rule for rule, verdict in verdicts.items() if verdict is None]
+                yield from ((rule, env, bool(part)) for rule in told)
 
     def _tell(
         self, owner: Resolved, rule: str, env: Mapping[str, Any], blocks: Mapping[str, Resolved], in_segment: bool
@@ -54,7 +59,7 @@ class Rules:
         if in_segment and "task.segments" in owner.raw.marks:
             marks = [(True, owner.raw.marks["task.segments"])]
         where = max(marks, key=lambda m: (m[1].line, m[1].column))[1] if marks else owner.raw.keys.get(owner.raw.kind)
-        values = ", ".join(f"{name} is {show(env[name])}" for name in sorted(names))
+        values = ", ".join(f"{name} is {show(env.get(name))}" for name in sorted(names))
         self.problems.add(where or self.origin, f"{owner.block.title} wants {rule}: here {values}")
 
     def state_bytes(self, blocks: Mapping[str, Resolved]) -> int:
@@ -77,3 +82,11 @@ class Rules:
         placed = [kinds[number % len(kinds)] for number in range(n_layers)]
         n_mixers = placed.count("mechanism")
         return n_mixers * (4 * state + width * cache) + placed.count("base_conv") * 2 * env.get("d_model", 0) * width
+
+
+def _verdict(rule: str, env: Mapping[str, Any]) -> bool | None:
+    """Whether a rule holds; None where its arithmetic has no value."""
+    try:
+        return bool(formula.evaluate(rule, env))
+    except UserError:
+        return None

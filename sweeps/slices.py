@@ -183,11 +183,22 @@ class Evaluation:
             if settled is None:
                 continue
             task = settled["task"]
-            if not self.resolver.rules.check({**blocks, "task": task}):
+            if not self.resolver.rules.check({**blocks, "task": task}) or not self._has_rows(cell, task, own):
                 continue
             slice_ = self._slice(own, task)
             found.setdefault(slice_.id, slice_)
         return list(found.values())
+
+    def _has_rows(self, cell: Cell, task: Resolved, own: EvalSet) -> bool:
+        """Whether the trained model has an embedding for every token of an evaluation."""
+        trained, wanted = (block.env.get("vocab_size") for block in (cell.blocks["task"], task))
+        if trained is None or wanted is None or wanted <= trained:
+            return True
+        mark = task.raw.marks.get("task.vocab_size", own.mark)
+        self.problems.add(
+            mark, f"task.vocab_size {wanted} is above the {trained} of training: the model has no rows for the rest"
+        )
+        return False
 
     def _raw(self, number: int, at: int, point: dict[str, Written], cell: Cell) -> Raw | None:
         own = self.sets[number]

@@ -1,7 +1,7 @@
 """The types of YAML parameters: what an annotation accepts, and how a value that does not fit is told.
 
-Annotations: int, float, bool, str, Literal[...], list[int | float | str | dict], a dict, and `|`. A parameter
-takes one value or a list, never both, so that a list can be read without guessing.
+Annotations: int, float, bool, str, Literal[...], list[int | float | str | dict | Literal[...]], a dict, and `|`. A
+parameter takes one value or a list, never both, so that a list can be read without guessing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ class Misfit(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """One annotation: names of scalar types, literal values, type of a list's items, whether none is a value."""
+    """One annotation: names of scalar types, literal values, type of a list's items, whether none is a value.
+
+    A list's items are its `choices`, if it has any.
+    """
 
     scalars: tuple[str, ...] = ()
     choices: tuple[Any, ...] = ()
@@ -37,7 +40,7 @@ class Type:
     def __str__(self) -> str:
         words = [*self.scalars, *(str(c) for c in self.choices)]
         if self.item:
-            words.append(f"list of {self.item}")
+            words = [f"list of {' | '.join(words) or self.item}"]
         return " | ".join([*words, "none"] if self.optional else words)
 
     def convert(self, node: Node) -> Any:
@@ -63,7 +66,7 @@ class Type:
         for child in node.value:
             if child.is_list or child.is_map:
                 raise Misfit(f"a {'list' if child.is_list else 'mapping'} inside the list (wanted: {self})")
-        return [self._scalar(child.value, (self.item,)) for child in node.value]
+        return [self._scalar(child.value, () if self.choices else (self.item,)) for child in node.value]
 
     def _dict(self, node: Node) -> dict[str, Any]:
         if not node.is_map:
@@ -111,6 +114,7 @@ def from_annotation(node: ast.expr) -> Type:
     parts = _union(node)
     scalars: list[str] = []
     choices: list[Any] = []
+    members: list[Any] = []
     item, optional = None, False
     for part in parts:
         if isinstance(part, ast.Constant) and part.value is None:
@@ -125,9 +129,9 @@ def from_annotation(node: ast.expr) -> Type:
         elif isinstance(part, ast.Subscript) and isinstance(part.value, ast.Name):
             name, inner = part.value.id, part.slice
             if name == "Literal":
-                choices += [ast.literal_eval(e) for e in (inner.elts if isinstance(inner, ast.Tuple) else [inner])]
+                choices += _choices(inner)
             elif name in ("list", "Sequence", "tuple"):
-                item = _item(inner)
+                item, members = _item(inner)
             elif name == "dict":
                 scalars.append("dict")
             else:
@@ -136,7 +140,11 @@ def from_annotation(node: ast.expr) -> Type:
             raise ValueError(f"{ast.unparse(part)} is no type of a parameter")
     if item and (scalars or choices):
         raise ValueError(f"{ast.unparse(node)}: a parameter takes one value or a list, not both")
-    return Type(tuple(scalars), tuple(choices), item, optional)
+    return Type(tuple(scalars), tuple(choices or members), item, optional)
+
+
+def _choices(inner: ast.expr) -> list[Any]:
+    return [ast.literal_eval(e) for e in (inner.elts if isinstance(inner, ast.Tuple) else [inner])]
 
 
 def _union(node: ast.expr) -> list[ast.expr]:
@@ -145,13 +153,16 @@ def _union(node: ast.expr) -> list[ast.expr]:
     return [node]
 
 
-def _item(node: ast.expr) -> str:
+def _item(node: ast.expr) -> tuple[str, list[Any]]:
+    """The type of a list's items, and the values it is limited to, if it is."""
     if isinstance(node, ast.Tuple):
         node = node.elts[0]
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal":
+        return "str", _choices(node.slice)
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
         node = node.value
     if isinstance(node, ast.Name) and node.id in ("int", "float", "str", "bool", "dict", "Mapping"):
-        return "dict" if node.id == "Mapping" else node.id
+        return "dict" if node.id == "Mapping" else node.id, []
     raise ValueError(f"list[{ast.unparse(node)}] is no type of a parameter")
 
 

@@ -348,11 +348,11 @@ def test_a_bare_grid_is_the_set_test_and_named_sets_keep_their_names(tmp_path: P
 
 
 def test_a_set_may_hold_for_some_trials_and_name_another_task(tmp_path: Path) -> None:
-    text = "axes: {mechanism: [softmax], task.n_pairs: [4, 8]}\nevaluate: {some: {if: {task.n_pairs: 4}}, other: {task: {name: copy, n_data: [2, 4], seq_len: 32}}}"
+    text = "axes: {mechanism: [softmax], task.n_pairs: [4, 8]}\nevaluate: {some: {if: {task.n_pairs: 4}}, other: {task: {name: copy, n_data: [2, 4], seq_len: 32, vocab_size: 512}}}"
     found = plan(BASE + text, tmp_path)
     assert slices(found, 0) == [("some", ""), ("other", "n_data-2"), ("other", "n_data-4")]
     assert slices(found, 1) == [("other", "n_data-2"), ("other", "n_data-4")]
-    assert found.members[0].slices[1].task == {"name": "copy", "vocab_size": 8192, "seq_len": 32, "n_data": 2}
+    assert found.members[0].slices[1].task == {"name": "copy", "vocab_size": 512, "seq_len": 32, "n_data": 2}
     assert found.metrics == {"accuracy": "max", "loss": "min", "bits": "min"}
 
 

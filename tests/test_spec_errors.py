@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from spec_tools import BASE, FAKE, plan, problems
 
+from sweeps.catalog import Catalog
 from sweeps.reader import SpecError
 
 HEAD = BASE.count("\n")
@@ -219,6 +220,36 @@ def test_a_problem_of_set_is_told_there(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         plan(BASE + "mechanism: hola", tmp_path, sets=["mechanism.cache=1e-3"])
     assert str(caught.value).startswith("--set mechanism.cache=1e-3:1:1: mechanism.cache: 0.001 is not a whole number")
+
+
+REAL = "sweep: x\nmechanism: softmax\ntask: {name: mqar, vocab_size: 128}\ntrain: {steps: 10, batch_size: 4}\n"
+
+# fmt: off
+WITH_THE_REAL_CATALOGUE = {
+    "a slice with tokens the model has no rows for": ("evaluate: {test: {}, big: {task.vocab_size: [96, 128, 256]}}", 5, 55, "task.vocab_size 256 is above the 128 of training"),
+    "a slice of another task with such tokens": ("evaluate: {big: {task: {name: mqar, vocab_size: 512}}}", 5, 49, "task.vocab_size 512 is above the 128 of training"),
+    "a slice of another task by its defaults": ("evaluate: {big: {task: mqar}}", 5, 12, "task.vocab_size 8192 is above the 128 of training"),
+    "a layer of no kind": ("model: {layers: [base_cnv, mechanism]}", 5, 17, "base_cnv does not fit: wanted list of mechanism | base_conv | none (did you mean 'base_conv'?)"),
+    "layers without the mechanism": ("model: {layers: [base_conv, base_conv]}", 5, 17, "model wants layers is None or 'mechanism' in layers"),
+    "no layers": ("model: {layers: []}", 5, 17, "'mechanism' in layers: here layers is []"),
+    "more kinds of layer than layers": ("model: {n_layers: 1, layers: [base_conv, mechanism]}", 5, 30, "len(layers) <= n_layers"),
+    "no heads": ("model: {n_heads: 0}", 5, 18, "model wants n_heads >= 1: here n_heads is 0"),
+    "heads of no width": ("model: {d_model: 32, head_dim: 0}", 5, 32, "model wants head_dim >= 1: here head_dim is 0"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", WITH_THE_REAL_CATALOGUE)
+def test_what_could_not_run_is_told_before(name: str, tmp_path: Path) -> None:
+    text, line, column, words = WITH_THE_REAL_CATALOGUE[name]
+    found = problems(REAL + text, tmp_path, catalog=Catalog())
+    assert [(a, b) for a, b, message in found if words in message] == [(line, column)], found
+    assert len(found) == 1, found
+
+
+def test_a_slice_of_a_smaller_vocabulary_and_a_mixture_of_layers_are_fine(tmp_path: Path) -> None:
+    text = "model: {n_layers: 4, layers: [base_conv, mechanism]}\nevaluate: {task.vocab_size: [100, 128]}"
+    assert len(plan(REAL + text, tmp_path, catalog=Catalog()).members[0].slices) == 2
 
 
 def test_the_catalogue_used_here_is_the_small_one() -> None:
