@@ -156,16 +156,17 @@ class _Jobs(Searcher):
 
 
 def outcome_of(job: Job) -> Outcome:
-    """How the job ended, from its folder; a worker that left no word there was killed."""
+    """How the job ended, from its folder; a worker that left no word there was killed, or could not write."""
     folder = Path(job.folder)
     outcome = read_outcome(folder, job.trial.id, job.attempt)
     if outcome is None:
         attempt = folder / "attempts" / str(job.attempt)
-        error = "the worker process died (killed from outside, or out of memory)"
+        error = "the worker process died (killed from outside, or out of memory), or its folder took no outcome"
         outcome = Outcome(job.trial.id, job.attempt, Status.FAILED, Failure.INFRA, error)
-        write_text(attempt / "error.txt", error + "\n")
-        write_outcome(attempt, outcome)
-        (folder / "progress.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a full disk may be why there is no word
+            write_text(attempt / "error.txt", error + "\n")
+            write_outcome(attempt, outcome)
+            (folder / "progress.json").unlink(missing_ok=True)
     return outcome
 
 

@@ -72,25 +72,37 @@ class LeaseLostError(Exception):
 def run_job(job: Job, *, progress: Progress | None = None, should_stop: Callable[[], bool] | None = None) -> Outcome:
     """Bring the trial's folder up to date and say how it went. Raises nothing but what ends the process.
 
-    A failure leaves its traceback in `attempts/<n>/error.txt`; the outcome carries the last line.
+    A failure leaves its traceback in `attempts/<n>/error.txt`; the outcome carries the last line. Where the folder
+    takes not even these words, on a full disk, the outcome alone tells.
     """
-    attempt = Path(job.folder) / "attempts" / str(job.attempt)
-    attempt.mkdir(parents=True, exist_ok=True)
-    failure = error = None
-    with open(attempt / "log.txt", "a", encoding="utf-8") as log:
-        work = _Work(job, Log(log.write, log.flush), progress, should_stop)
-        try:
-            status = work.run()
-        except (LeaseLostError, KeyboardInterrupt) as stop:
-            status, error = Status.INTERRUPTED, str(stop) or "interrupted"
-        except Exception as problem:
-            status, failure, error = Status.FAILED, classify(problem), one_line(problem)
-            write_text(attempt / "error.txt", traceback.format_exc())
-        work.log(f"{status}" + (f" ({failure}): {error}" if failure else f": {error}" if error else ""))
-    outcome = Outcome(job.trial.id, job.attempt, status, failure, error)
-    write_outcome(attempt, outcome)
-    (Path(job.folder) / "progress.json").unlink(missing_ok=True)
+    attempt, outcome = Path(job.folder) / "attempts" / str(job.attempt), None
+    try:
+        attempt.mkdir(parents=True, exist_ok=True)
+        with open(attempt / "log.txt", "a", encoding="utf-8") as file:
+            log = Log(file.write, file.flush)
+            outcome = _attempt(job, attempt, _Work(job, log, progress, should_stop))
+            why = f" ({outcome.failure}): {outcome.error}" if outcome.failure else f": {outcome.error}"
+            log(f"{outcome.status}" + (why if outcome.error else ""))
+    except Exception as problem:  # the log cannot be kept; what is committed stays so
+        outcome = outcome or Outcome(job.trial.id, job.attempt, Status.FAILED, classify(problem), one_line(problem))
+    with contextlib.suppress(OSError):
+        write_outcome(attempt, outcome)
+    with contextlib.suppress(OSError):
+        (Path(job.folder) / "progress.json").unlink(missing_ok=True)
     return outcome
+
+
+def _attempt(job: Job, attempt: Path, work: _Work) -> Outcome:
+    failure = error = None
+    try:
+        status = work.run()
+    except (LeaseLostError, KeyboardInterrupt) as stop:
+        status, error = Status.INTERRUPTED, str(stop) or "interrupted"
+    except Exception as problem:
+        status, failure, error = Status.FAILED, classify(problem), one_line(problem)
+        with contextlib.suppress(OSError):
+            write_text(attempt / "error.txt", traceback.format_exc())
+    return Outcome(job.trial.id, job.attempt, status, failure, error)
 
 
 def read_outcome(folder: Path, trial_id: str, attempt: int) -> Outcome | None:

@@ -188,6 +188,58 @@ def test_failures_have_a_class_and_a_traceback(
     assert (tmp_path / "attempts" / "1" / "error.txt").exists()  # history stays
 
 
+@pytest.mark.parametrize("left", [0, 1, 2, 3, 5, 100])
+def test_a_full_disk_is_a_failure_and_raises_nothing(
+    tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """After some lines of the log nothing can be written any more: neither traceback nor outcome."""
+    written = [0]
+    real = trial.Log.__call__
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def log(self: trial.Log, line: str) -> None:
+        written[0] += 1
+        if written[0] > left:
+            for name in ("write_text", "write_json"):
+                monkeypatch.setattr(trial, name, full)
+            full()
+        real(self, line)
+
+    monkeypatch.setattr(trial.Log, "__call__", log)
+    outcome = trial.run_job(job(tmp_path, 1))
+    committed = read_sealed(tmp_path / "result.json") is not None and any((tmp_path / "evals").glob("*"))
+    if left == 100:
+        assert (outcome.status, committed) == (Status.COMPLETE, True)
+        return
+    assert (outcome.status, outcome.failure) == (Status.FAILED, Failure.INFRA)
+    assert "No space left" in (outcome.error or "")
+    monkeypatch.undo()
+    monkeypatch.setattr(trial, "load_engine", fake.engine)
+    assert trial.run_job(job(tmp_path, 2)).status == Status.COMPLETE
+
+
+def test_a_disk_full_after_the_commit_loses_nothing(
+    tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = trial.Log.__call__
+
+    def log(self: trial.Log, line: str) -> None:
+        if line == "complete":
+            raise OSError(28, "No space left on device")
+        real(self, line)
+
+    monkeypatch.setattr(trial.Log, "__call__", log)
+    assert trial.run_job(job(tmp_path, 1)).status == Status.COMPLETE
+
+
+def test_a_folder_that_cannot_be_made_is_a_failure(tmp_path: Path, fake: Fake) -> None:
+    (tmp_path / "attempts").write_text("a file where the folder should be")
+    outcome = trial.run_job(job(tmp_path, 1))
+    assert (outcome.status, outcome.failure) == (Status.FAILED, Failure.INFRA)
+
+
 def test_diverged_is_a_result_and_is_not_evaluated(tmp_path: Path, fake: Fake) -> None:
     fake.diverge = frozenset({5})
     assert trial.run_job(job(tmp_path, 1, seed=5)).status == Status.DIVERGED
