@@ -200,12 +200,15 @@ class Launch:
 
     def _claim(self, member: Member) -> Job | None:
         trial_id = member.trial.id
+        if self._is_done_elsewhere(member):
+            self._done += 1
+            return None
         attempt = self.ledger.claim(trial_id, self.owner, above=self.store.last_attempt(trial_id))
         if attempt is None:
             self._elsewhere[trial_id] = member
             return None
         missing = need(self.store, member)
-        if missing == Need.NOTHING:  # another driver was faster
+        if missing == Need.NOTHING:  # another driver was faster, just now
             self._finish(member, Outcome(trial_id, attempt, Status((self.store.result(trial_id) or {})["status"])))
             self._done += 1
             return None
@@ -226,6 +229,11 @@ class Launch:
             checkpoint_every_s=CHECKPOINT_EVERY_S,
         )
 
+    def _is_done_elsewhere(self, member: Member) -> bool:
+        """Whether another driver has finished the trial since the launch began: then it needs no attempt of ours."""
+        row = self.ledger.row(member.trial.id)
+        return bool(row and row.owner is None and row.status.is_done) and need(self.store, member) == Need.NOTHING
+
     def done(self, outcome: Outcome) -> None:
         """Write how a job ended; tell a failure at once; queue it again if the plan allows."""
         with self._lock:
@@ -238,6 +246,8 @@ class Launch:
                 (self._evaluated if missing == Need.EVALUATE else self._ran).add(outcome.trial_id)
             elif outcome.status == Status.FAILED:
                 self._worked += 1
+                if missing != Need.EVALUATE and need(self.store, member) == Need.EVALUATE:
+                    self._ran.add(outcome.trial_id)  # trained, and failed in its evaluation
                 self._tell_failure(member, outcome)
             elif not self._stopped_by:  # lost its lease, or stopped by hand: see who has it
                 self._elsewhere[outcome.trial_id] = member

@@ -107,7 +107,15 @@ class Ledger:
                 ledger._make(store.uuid)
             return ledger
         except (sa.exc.OperationalError, sa.exc.DatabaseError) as error:
-            shown = sa.engine.make_url(url).render_as_string(hide_password=True)
+            parsed = sa.engine.make_url(url)
+            shown = parsed.render_as_string(hide_password=True)
+            folder = Path(parsed.database or ".").parent
+            if parsed.get_backend_name() == "sqlite" and not read_only and folder.exists() and not _may_write(parsed):
+                raise UserError(
+                    f"cannot open the ledger {shown}: {folder} cannot be written. Make it writable, or use another "
+                    "--store; `sweep status` and `sweep report --out FOLDER` only read",
+                    Exit.ENVIRONMENT,
+                ) from error
             raise UserError(
                 f"cannot open the ledger {shown}: {error.orig}. If the file is damaged, move it away: "
                 "`sweep doctor --rebuild` makes it again from the trial folders",
@@ -390,10 +398,10 @@ class Ledger:
         attempts = [row for number in range(1, last + 1) if (row := _attempt_row(folder, trial_id, number))]
         result = store.result(trial_id)
         state: dict[str, Any] = {"status": Status.PLANNED.value, "failure": None, "error": None}
-        if result:
-            state["status"] = result["status"]
-        elif attempts:
+        if attempts and (result is None or attempts[-1]["status"] == Status.FAILED):  # trained, and failed after that
             state = {name: attempts[-1][name] for name in state}
+        elif result:
+            state["status"] = result["status"]
         with self._write() as db:
             db.execute(self._insert(trial_t), {"id": trial_id})
             where = trial_t.c.id == trial_id
@@ -402,7 +410,7 @@ class Ledger:
                 db.execute(self._insert(attempt_t), attempts)
         if result:
             ids = [path.stem for path in (folder / "evals").glob("*.json") if store.evaluation(trial_id, path.stem)]
-            self.take_in(trial_id, Status(result["status"]), ids)
+            self.take_in(trial_id, Status(state["status"]), ids)
         return True
 
 
@@ -463,6 +471,12 @@ def _write_ahead(connection: Any) -> None:
             if attempt == 99:
                 raise
             time.sleep(0.05)
+
+
+def _may_write(url: sa.URL) -> bool:
+    """Whether SQLite may write the database and make the files that it needs beside it."""
+    path = Path(url.database or "")
+    return _writable(path.parent) and (not path.exists() or _writable(path))
 
 
 def _writable(folder: Path) -> bool:

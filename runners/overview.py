@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from runners import checkpoints
 from runners.ledger import Ledger, Row
 from runners.owner import Owner
 from runners.schema import Finding, Member, Status, UserError
@@ -16,7 +19,10 @@ LOW_DISK_BYTES = 500 * 2**20
 
 @dataclass(frozen=True)
 class TrialStatus:
-    """One line of `sweep status`. `step` and `metrics` are live while the trial runs, else those of its result."""
+    """One line of `sweep status`. `step` and `metrics` are live while the trial runs, else those of its result.
+
+    Without a result, `step` is that of the newest checkpoint; `error` of a diverged trial says where.
+    """
 
     trial: str
     arm: str
@@ -84,31 +90,52 @@ def _is_alive(owner: Owner, holders: set[str]) -> bool:
 def _trial_status(store: Store, member: Member, row: Row | None) -> TrialStatus:
     """A result on disk counts even if no driver has taken it into the ledger yet."""
     trial_id = member.trial.id
-    result = store.result(trial_id)
+    folder, result = store.trial_folder(trial_id), store.result(trial_id)
     attempt = row.attempt if row else store.last_attempt(trial_id)
-    state = row.status if row else Status.INTERRUPTED if attempt else Status.PLANNED
+    log = folder / "attempts" / str(attempt) / "log.txt" if attempt else None
+    state = _state(store, member, row, result, log)
     step = steps = None
     metrics: dict[str, float] = {}
     if result is not None:
         step, metrics = result["step"], dict(result["metrics"])
-        if state != Status.RUNNING:
-            state = Status(result["status"])
         for part in member.slices:
             scores = (store.evaluation(trial_id, part.id) or {}).get("metrics", {})
             name = f"{part.set}/{part.label}" if part.label else part.set
             metrics = {f"{name}/{key}": value for key, value in scores.items() if key != "n"} | metrics
-        if state == Status.COMPLETE and store.missing_slices(trial_id, member.slices):
-            state = Status.PLANNED
-    elif state == Status.RUNNING and (live := store.progress(trial_id)):
+    elif state == Status.RUNNING and (live := store.progress(trial_id)) and live["attempt"] == attempt:
         step, steps, metrics = live["step"], live["steps"], live["metrics"]
-    elif state.is_done:
-        state = Status.PLANNED  # its folder was taken away
-    log = store.trial_folder(trial_id) / "attempts" / str(attempt) / "log.txt" if attempt else None
-    seed, is_failed = member.trial.seed, state == Status.FAILED
-    failure, error = (row.failure, row.error) if row and is_failed else (None, None)
+    else:
+        step = next(iter(checkpoints.steps(folder / "checkpoints")[-1:]), None)  # from where it will go on
+        steps = (member.trial.train or {}).get("steps") if step is not None else None
+    failure, error = (row.failure, row.error) if row and state == Status.FAILED else (None, None)
+    if state == Status.DIVERGED and result:
+        error = _where(result.get("diverged") or {})
+    seed = member.trial.seed
     return TrialStatus(
         trial_id, member.arm, member.cell, seed, state.value, attempt, failure, error, step, steps, metrics, log
     )
+
+
+def _state(store: Store, member: Member, row: Row | None, result: dict[str, Any] | None, log: Path | None) -> Status:
+    state = row.status if row else Status.INTERRUPTED if log else Status.PLANNED
+    if state == Status.RUNNING:
+        # A driver claims one trial more than it runs, so that no worker waits; a worker's first word is in the log.
+        return state if log and log.exists() else Status.PLANNED
+    if result is None:
+        return Status.PLANNED if state.is_done else state  # its folder was taken away
+    is_whole = result["status"] != Status.COMPLETE or not store.missing_slices(member.trial.id, member.slices)
+    if is_whole:
+        return Status(result["status"])
+    return Status.FAILED if state == Status.FAILED else Status.PLANNED
+
+
+def _where(diverged: Mapping[str, Any]) -> str:
+    """Where a trial diverged, in words; `runners/diagnose.py` says what is in `diverged`."""
+    if "where" not in diverged:
+        return f"not finite at step {diverged['step']}" if "step" in diverged else ""
+    what, where = diverged.get("what", "value"), diverged["where"]
+    place = what if what == where else f"{what} of {where}"
+    return f"not finite at step {diverged.get('step', '?')}: {place}"
 
 
 def doctor(store: Path, *, rebuild: bool = False) -> list[Finding]:

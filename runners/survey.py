@@ -86,7 +86,9 @@ def _take_in(store: Store, ledger: Ledger, member: Member, row: Row, missing: Ne
     else:
         result = store.result(trial_id) or {}
         done = {part.id for part in member.slices} - {part.id for part in store.missing_slices(trial_id, member.slices)}
-        ledger.take_in(trial_id, Status(result["status"]), done)
+        # Trained, and failed in its evaluation: that stays its state until it is evaluated.
+        is_failed = row.status == Status.FAILED and missing != Need.NOTHING
+        ledger.take_in(trial_id, row.status if is_failed else Status(result["status"]), done)
     return ledger.row(trial_id) or row
 
 

@@ -20,11 +20,14 @@ import plans
 import pytest
 import stores
 from engines import Fake
+from sqlalchemy.exc import OperationalError
 
 from runners import driver, launching, resources, trial
+from runners import ledger as ledgers
 from runners.ledger import Ledger
+from runners.owner import Owner
 from runners.schema import Exit, Plan, Trial, UserError
-from runners.store import Store, write_json
+from runners.store import Store, seal, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -140,6 +143,37 @@ def test_one_failure_is_told_at_once_and_the_rest_goes_on(launch: Launch, fake: 
     mended = launch(plan)
     assert (mended.ran, mended.exit_code) == (2, Exit.OK)
     assert (mended.failures, fake.started_at[-1]) == ([], 2)  # from its checkpoint
+
+
+def test_trained_but_not_evaluated_is_failed_and_tried_again(
+    launch: Launch, store: Store, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> dict[str, float]:
+        raise ValueError("a vocabulary larger than the model's")
+
+    plan = plans.plan(seeds=(0,))
+    with monkeypatch.context() as patch:
+        patch.setattr(fake, "evaluate", refuse)
+        summary = launch(plan)
+        assert (summary.ran, summary.counts, summary.exit_code) == (2, {"failed": 2}, Exit.FAILED)
+        assert len(summary.failures) == 2
+        again = launch(plan)
+        assert (again.ran, again.evaluated, again.counts, again.exit_code) == (0, 0, {"failed": 2}, Exit.FAILED)
+        kept = launch(plan, failed=False)
+        assert (kept.counts, kept.exit_code, len(kept.failures)) == ({"failed": 2}, Exit.FAILED, 2)
+    for rebuilt in (False, True):
+        if rebuilt:
+            driver.doctor(store.root, rebuild=True)
+        driver.sync(store.root)
+        seen = driver.status(store.root, "tiny")[0]
+        assert seen.counts == {"failed": 2}
+        assert {(t.failure, t.error) for t in seen.trials} == {
+            ("error", "ValueError: a vocabulary larger than the model's")
+        }
+    mended = launch(plan)
+    assert (mended.ran, mended.evaluated, mended.counts, mended.exit_code) == (0, 2, {"complete": 2}, Exit.OK)
+    assert len(fake.trained) == 2
+    assert driver.status(store.root, "tiny")[0].trials[0].error is None
 
 
 @pytest.mark.parametrize(
@@ -277,6 +311,79 @@ def test_status_reads_a_running_sweep(store: Store, fake: Fake) -> None:
     assert (running.attempt, running.seed, running.steps) == (1, 1, 6)
     done = next(t for t in sweep.trials if t.status == "complete")
     assert "test/accuracy" in done.metrics
+
+
+def test_a_second_driver_leaves_what_the_first_has_just_done(store: Store, fake: Fake) -> None:
+    """Both have all trials in their queue; the second comes to them when the first has ended."""
+    plan = plans.plan()
+    once: list[driver.Summary] = []
+
+    def first(_: Trial, step: int) -> None:
+        if not once:
+            once.append(None)  # type: ignore[arg-type]
+            others = frozenset(m.trial.id for m in plan.members[1:])
+            once[0] = driver.launch(plan, store=store.root, executor="inline", only=others, say=lambda _: None)
+
+    fake.before_step = first
+    second = driver.launch(plan, store=store.root, executor="inline", say=lambda _: None)
+    assert (once[0].ran, second.ran, second.counts, second.exit_code) == (3, 1, {"complete": 4}, Exit.OK)
+    ledger = Ledger.open(store)
+    assert [[row["number"] for row in ledger.attempts(m.trial.id)] for m in plan.members] == [[1]] * 4
+
+
+def test_status_says_where_a_trial_diverged(launch: Launch, store: Store, fake: Fake) -> None:
+    fake.diverge = frozenset({1})
+    plan = plans.plan(seeds=(1,), lrs=(1e-3,))
+    launch(plan)
+    path = store.trial_folder(plan.members[0].trial.id) / "result.json"
+    assert driver.status(store.root, "tiny")[0].trials[0].error == "not finite at step 6"
+    found = {"step": 6, "what": "gradient", "where": "blocks.0.mixer.q"}
+    write_json(path, seal(json.loads(path.read_text()) | {"diverged": found}))
+    trial_status = driver.status(store.root, "tiny")[0].trials[0]
+    assert (trial_status.status, trial_status.failure, trial_status.step) == ("diverged", None, 6)
+    assert trial_status.error == "not finite at step 6: gradient of blocks.0.mixer.q"
+
+
+def test_status_of_claimed_and_of_interrupted_trials(store: Store, fake: Fake) -> None:
+    plan = plans.plan(seeds=(0,))
+    revision, _ = store.freeze(plan)
+    ledger, me = Ledger.open(store), Owner.me()
+    ledger.register(me)
+    ledger.record_plan(plan, revision)
+    one, other = (m.trial for m in plan.members)
+    ledger.claim(one.id, me)
+    ledger.claim(other.id, me)
+    assert driver.status(store.root, "tiny")[0].counts == {"planned": 2}  # no worker has begun
+    seen: list[driver.SweepStatus] = []
+
+    def stop(_: Trial, step: int) -> None:
+        if step == 5:
+            seen.extend(driver.status(store.root))
+            raise KeyboardInterrupt
+
+    fake.before_step = stop
+    ledger.finish(trial.run_job(trial.Job(one, 1, plan.members[0].slices, str(store.trial_folder(one.id)), "cpu", 1)))
+    assert seen[0].counts == {"running": 1, "planned": 1}
+    status = driver.status(store.root, "tiny")[0]
+    assert status.counts == {"interrupted": 1, "planned": 1}
+    assert (status.trials[0].step, status.trials[0].steps) == (4, 6)
+    assert status.trials[1].step is None
+
+
+def test_a_ledger_that_may_not_be_written_is_not_called_damaged(
+    launch: Launch, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(plans.plan())
+
+    def refuse(*_: Any) -> None:
+        raise OperationalError("begin", {}, sqlite3.OperationalError("attempt to write a readonly database"))
+
+    monkeypatch.setattr(Ledger, "_make", refuse)
+    monkeypatch.setattr(ledgers, "_writable", lambda _: False)  # permissions do not bind root
+    with pytest.raises(UserError, match="cannot be written") as caught:
+        launch(plans.plan())
+    assert caught.value.exit_code == Exit.ENVIRONMENT
+    assert "damaged" not in str(caught.value)
 
 
 def test_status_of_an_unknown_sweep_names_the_others(launch: Launch, store: Store) -> None:
