@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from runners.schema import EvalSlice, Test
-from sweeps import conditions
+from sweeps import conditions, steps
 from sweeps.blocks import Resolved
 from sweeps.catalog import Catalog
 from sweeps.conditions import MISSING, Condition, Universe
@@ -365,7 +365,7 @@ class Comparer:
                 f"{', '.join(paths) or 'anything'} and have a score on {entry.set!r}",
             )
             return None
-        if not self._can_differ(entry, a, b, matched, slices):
+        if not self._is_measured(entry, matched) or not self._can_differ(entry, a, b, matched, slices):
             return None
         self._note_apart(a, b, matched)
         direction, bounded = self._direction(entry)
@@ -386,6 +386,19 @@ class Comparer:
             unpaired_b=matched.unpaired(b.cells),
             **({"at_equal": entry.at_equal} if entry.at_equal is not None else {}),
         )
+
+    def _is_measured(self, entry: Entry, matched: Matched) -> bool:
+        """Whether every trial has the metric at the step of `at`, as far as its updates are known before it runs."""
+        if entry.step is None:
+            return True
+        at = entry.node.value["at"].value["step"].mark
+        before = len(self.problems)
+        for cell in (cell for key in matched.shared for cell in matched.cells(key)):
+            why = steps.why_not(entry.step, entry.set, cell.blocks)
+            if why is not None:
+                self.problems.add(at, f"at step {entry.step}: {cell.name} {why}")
+                break
+        return len(self.problems) == before
 
     def _note_apart(self, a: Side, b: Side, matched: Matched) -> None:
         """Note where a pair has the seed in common but no random stream: those follow task and model."""

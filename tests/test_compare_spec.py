@@ -7,9 +7,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from spec_tools import BASE, plan
+import torch
+from spec_tools import BASE, plan, problems
 
+from runners import train as training
 from runners.schema import Plan, Test
+from sweeps.catalog import Catalog
 from sweeps.reader import SpecError
 
 HOLAS = "axes:\n  mechanism: [softmax, {name: hola, cache: [4, 8], block: 16, admission: [residual, recency]}]\n  task.n_pairs: [4, 8]\nseeds: 3\n"
@@ -119,9 +122,67 @@ def test_at_picks_slices_and_sets(tmp_path: Path) -> None:
 
 
 def test_training_metrics_have_steps(tmp_path: Path) -> None:
-    text = "axes: {mechanism: [softmax, linear]}\ncompare: [{a: {mechanism: softmax}, b: {mechanism: linear}, metric: valid/loss, at: {step: 5}, scale: ratio}]"
+    text = "axes: {mechanism: [softmax, linear]}\ncompare: [{a: {mechanism: softmax}, b: {mechanism: linear}, metric: valid/loss, at: {step: 4}, scale: ratio}]"
     _, (test,) = compared(text, tmp_path)
-    assert (test.set, test.metric, test.step, test.slices, test.scale) == ("valid", "loss", 5, (), "ratio")
+    assert (test.set, test.metric, test.step, test.slices, test.scale) == ("valid", "loss", 4, (), "ratio")
+
+
+CATALOG = Catalog()
+REAL = "sweep: x\nmodel: {d_model: 16}\naxes: {mechanism: [softmax, linear]}\n"
+AT = "compare: [{a: {mechanism: softmax}, b: {mechanism: linear}, metric: %s, at: {step: %d}}]"
+
+
+@pytest.mark.parametrize(
+    ("train", "metric", "step", "words"),
+    [
+        ("steps: 30", "valid/loss", 31, "at step 31: softmax ends at 30"),
+        ("steps: 30", "valid/loss", 7, "every 6 updates and at the last, 30; nearest: 6"),
+        ("steps: 30", "valid/loss", 12, None),
+        ("steps: 29", "valid/loss", 29, None),
+        ("steps: 29", "valid/loss", 28, "every 6 updates and at the last, 29; nearest: 29"),
+        ("steps: 30, eval_every: 7", "valid/loss", 28, None),
+        ("steps: 30, eval_every: 7", "valid/loss", 5, "every 7 updates"),
+        ("steps: 30", "train/loss", 7, None),
+        ("steps: 200", "train/loss", 8, None),
+        ("steps: 200, eval_every: 25", "train/loss", 25, None),
+        ("steps: 200", "train/loss", 9, "every 40 or 4 updates and at the last, 200; nearest: 8"),
+        ("epochs: 2", "valid/loss", 26, None),
+        ("epochs: 2", "valid/loss", 13, None),
+        ("epochs: 2", "valid/loss", 12, "every 13 updates and at the last, 26; nearest: 13"),
+        ("epochs: 2", "valid/loss", 27, "ends at 26"),
+        ("tokens: 100000", "valid/loss", 27, None),
+    ],
+)
+def test_a_step_at_which_nothing_is_measured_is_refused(
+    train: str, metric: str, step: int, words: str | None, tmp_path: Path
+) -> None:
+    task = "task: {name: mqar, vocab_size: 128, segments: [{examples: 17}, {seq_len: 32, examples: 30}]}\n"
+    text = f"{REAL}{task}train: {{{train}, batch_size: 4}}\n{AT % (metric, step)}"
+    found = problems(text, tmp_path, catalog=CATALOG)
+    assert [words in message for _, _, message in found] == ([True] if words else []), found
+    if words:
+        assert found[0][:2] == (6, text.splitlines()[-1].index("step: ") + len("step: ") + 1)
+
+
+def test_where_validation_falls_is_what_the_trainer_does(tmp_path: Path) -> None:
+    task = "task: {name: mqar, vocab_size: 128, valid_examples: 8, examples: 17, segments: [{}, {seq_len: 32}]}\n"
+    for train in ("epochs: 2", "steps: 101", "steps: 30, eval_every: 7"):
+        text = f"{REAL}{task}train: {{{train}, batch_size: 4}}\n"
+        (member, *_) = plan(text, tmp_path, catalog=CATALOG).members
+        points: list[training.Point] = []
+        training.fit(
+            member.trial,
+            device=torch.device("cpu"),
+            start=None,
+            commit=lambda _, new, points=points: points.extend(new),
+            progress=lambda *_: None,
+            should_stop=lambda: False,
+            checkpoint_every_s=1e9,
+        )
+        for metric in ("valid/loss", "train/loss"):
+            asked = range(1, points[-1].step + 3)
+            allowed = [n for n in asked if not problems(text + AT % (metric, n), tmp_path, catalog=CATALOG)]
+            assert allowed == [point.step for point in points if metric in point.metrics]
 
 
 def test_if_narrows_both_sides(tmp_path: Path) -> None:
