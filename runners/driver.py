@@ -74,8 +74,9 @@ def sync(
     restore: bool = False,
     say: Say = print,
 ) -> dict[str, int]:
-    """Bring MLflow up to date from the ledger and the folders: {sweep: runs written}.
+    """Bring MLflow up to date from the ledger and the folders: {sweep: runs of trials written}.
 
+    A report that lies in the store is put back where MLflow has lost it.
     `restore` makes runs again that were deleted in the UI. Raises `UserError` if the server cannot be reached.
     """
     from runners import record
@@ -100,8 +101,11 @@ def sync(
             try:
                 sent[name] = projection.project()
             except Exception as error:
-                raise UserError(f"MLflow: {record.explain(error)}", Exit.ENVIRONMENT) from error
+                raise UserError(f"MLflow: {record.explain(error, uri)}", Exit.ENVIRONMENT) from error
             ledger.set_projector(projection.key, name, problem=None)
+            problem = record.put_report_back(opened, plan, revision, tracking_uri=tracking_uri, restore=restore)
+            if problem:
+                say(f"{name}: the report is not in MLflow: {problem}")
     finally:
         ledger.leave(owner)
         ledger.close()

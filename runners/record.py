@@ -374,7 +374,7 @@ class Projector(threading.Thread):
             self._projection.project()
             problem, self._pause = None, TICK_S
         except Exception as error:
-            problem, self._pause = explain(error), min(max(5.0, 2 * self._pause), 60.0)
+            problem, self._pause = explain(error, self._projection._uri), min(max(5.0, 2 * self._pause), 60.0)
         with contextlib.suppress(Exception):
             self._ledger.set_projector(key, sweep, problem=problem)
         if problem and problem != self._problem:
@@ -421,7 +421,7 @@ def log_report(
             client.set_tag(run_id, name, str(value)[:5000])
         client.set_terminated(run_id, "FINISHED")
     except Exception as error:
-        return explain(error)
+        return explain(error, uri)
     return None
 
 
@@ -443,20 +443,51 @@ def view_path(store: Store, sweep: str, *, tracking_uri: str | None = None) -> s
     return f"/#/experiments/{experiment.experiment_id}/runs?viewStateShareKey={VIEW}" if experiment else None
 
 
-def explain(error: Exception) -> str:
-    """The first line of what MLflow or the network said, short and without a password."""
+def put_report_back(
+    store: Store, plan: Plan, revision: int, *, tracking_uri: str | None = None, restore: bool = False
+) -> str | None:
+    """Hang the report that lies in the store on a summary run if there is none, as after a lost database.
+
+    One that was deleted in the UI stays deleted, unless `restore`. None, or why it could not be.
+    """
+    folder = store.revision_folder(plan.sweep, revision) / "report"
+    uri = resolve_uri(store, tracking_uri)
+    if not (folder / "report.html").exists():
+        return None
+    try:
+        client = make_client(uri)
+        experiment = client.get_experiment_by_name(plan.sweep)
+        runs = _all_runs(client, experiment.experiment_id, f"tags.`{TAG}kind` = 'summary'") if experiment else []
+        deleted = [run.info.run_id for run in runs if run.info.lifecycle_stage == "deleted"]
+        if len(deleted) < len(runs) or (runs and not restore):
+            return None
+        if runs:
+            client.restore_run(deleted[0])
+            return None
+    except Exception as error:
+        return explain(error, uri)
+    return log_report(store, plan, revision, folder, {}, tracking_uri=tracking_uri)
+
+
+def explain(error: Exception, uri: str = "") -> str:
+    """The first line of what MLflow or the network said, short and without a password; for a broken file, the cure."""
     text = str(error).strip().splitlines()
     line = _without_password(text[0]) if text else ""
+    broken = re.search("database disk image is malformed|file is not a database", str(error))
+    if broken and uri.startswith("sqlite:///"):
+        return f"{uri.removeprefix('sqlite:///')} is damaged ({broken[0]}): move it away, then run `sweep sync`"
     return f"{type(error).__name__}: {line}"[:300] if line else type(error).__name__
 
 
-def _all_runs(client: Any, experiment_id: str) -> list[Any]:
+def _all_runs(client: Any, experiment_id: str, which: str = "") -> list[Any]:
     from mlflow.entities import ViewType
 
     runs: list[Any] = []
     token = None
     while True:
-        page = client.search_runs([experiment_id], run_view_type=ViewType.ALL, max_results=1000, page_token=token)
+        page = client.search_runs(
+            [experiment_id], which, run_view_type=ViewType.ALL, max_results=1000, page_token=token
+        )
         runs += page
         token = page.token
         if not token:

@@ -177,7 +177,14 @@ def _write_report(store: Path, name: str, out: Path | None, tracking_uri: str | 
     revision, plan = opened.plan(name)
     folder = out or opened.revision_folder(name, revision) / "report"
     looks = reports.count_look(opened, name, revision)
-    built = reports.build(plan, opened.root, f"{revision:04d}", folder, looks=looks)
+    try:
+        built = reports.build(plan, opened.root, f"{revision:04d}", folder, looks=looks)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the report in {folder}: {error.strerror or error} ({error.filename or folder}). "
+            f"`sweep report {name} --out FOLDER` writes it elsewhere",
+            Exit.ENVIRONMENT,
+        ) from error
     problem = record.log_report(opened, plan, revision, folder, {"answer": built.answer}, tracking_uri=tracking_uri)
     if problem:
         print(f"the report is not in MLflow: {problem}; `sweep report {name}` tries again")

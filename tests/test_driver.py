@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fake_store
 import plans
 import pytest
 import stores
@@ -28,6 +29,7 @@ from runners.ledger import Ledger
 from runners.owner import Owner
 from runners.schema import Exit, Plan, Trial, UserError
 from runners.store import Store, seal, write_json
+from sweeps import operate
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -384,6 +386,15 @@ def test_a_ledger_that_may_not_be_written_is_not_called_damaged(
         launch(plans.plan())
     assert caught.value.exit_code == Exit.ENVIRONMENT
     assert "damaged" not in str(caught.value)
+
+
+def test_a_report_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> None:
+    plan = fake_store.make_plan(seeds=2)
+    store = fake_store.fill(tmp_path / "runs", plan)
+    (store.revision_folder(plan.sweep, 1) / "report").write_text("a file where the folder should be")
+    with pytest.raises(UserError, match=r"cannot write the report in .*report: .*--out FOLDER") as caught:
+        operate._write_report(store.root, plan.sweep, None, None)
+    assert caught.value.exit_code == Exit.ENVIRONMENT
 
 
 def test_status_of_an_unknown_sweep_names_the_others(launch: Launch, store: Store) -> None:

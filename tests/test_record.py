@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -256,6 +257,51 @@ def test_mlflow_wiped_is_made_again(
     for trial_id, data in after.items():
         assert (data.metrics, data.params) == (before[trial_id].metrics, before[trial_id].params)
         assert data.tags["memsweep.status"] == "complete"
+
+
+def _sync_elsewhere(store: Store) -> subprocess.CompletedProcess[str]:
+    """Sync in a process of its own: MLflow keeps a deleted database open in this one."""
+    code = f"from pathlib import Path; from runners import driver; print(driver.sync(Path({str(store.root)!r})))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_mlflow_wiped_gets_its_report_back(
+    store: Store, launch: Callable[..., driver.Summary], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plans.plan(seeds=(0,))
+    launch(plan)
+    folder = store.revision_folder("tiny", 1) / "report"
+    folder.mkdir()
+    (folder / "report.html").write_text("<p>kept")
+    assert record.log_report(store, plan, 1, folder, {}) is None
+    (store.root / "mlflow.db").unlink()
+    shutil.rmtree(store.mlflow_artifacts)
+    for sent in ("{'tiny': 2}\n", "{'tiny': 0}\n"):
+        assert _sync_elsewhere(store).stdout == sent
+    monkeypatch.setattr(record, "make_client", _fresh_client)
+    client = record.make_client(store.mlflow_uri)
+    which = [client.get_experiment_by_name("tiny").experiment_id], "tags.`memsweep.kind`='summary'"
+    (summary,) = client.search_runs(*which)
+    assert (summary.info.status, summary.data.tags["memsweep.revision"]) == ("FINISHED", "1")
+    (found,) = store.mlflow_artifacts.glob("tiny/*/artifacts/report/report.html")
+    assert found.read_text() == "<p>kept"
+    client.delete_run(summary.info.run_id)
+    assert record.put_report_back(store, plan, 1) is None
+    assert client.search_runs(*which) == []  # the user deleted it
+    assert record.put_report_back(store, plan, 1, restore=True) is None
+    assert [run.info.run_id for run in client.search_runs(*which)] == [summary.info.run_id]
+
+
+def test_a_damaged_database_is_named_with_its_cure(store: Store, launch: Callable[..., driver.Summary]) -> None:
+    launch(plans.plan(seeds=(0,)))
+    path = store.root / "mlflow.db"
+    path.write_bytes(b"no database" * 1000)
+    failed = _sync_elsewhere(store)
+    assert failed.returncode != 0
+    assert f"{path} is damaged (file is not a database): move it away, then run `sweep sync`" in failed.stderr
+    error = RuntimeError("(sqlite3.DatabaseError) database disk image is malformed\n[SQL: select 1]")
+    assert record.explain(error, store.mlflow_uri).startswith(f"{path} is damaged (database disk image is malformed)")
+    assert "damaged" not in record.explain(error, "http://127.0.0.1:5000")
 
 
 def test_a_lost_ledger_finds_its_runs_again(store: Store, launch: Callable[..., driver.Summary]) -> None:
