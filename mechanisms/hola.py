@@ -43,6 +43,7 @@ REVISION = 1
 STATE = "n_heads*head_dim*head_dim + 2*n_heads*(cache + block) + 1"
 CACHE = "2*n_heads*head_dim*(cache + block) + 3*conv*n_heads*head_dim"
 LIMITS = ["block >= 1", "cache >= 0", "a_max > 1e-4", "admission != 'none' or cache == 0", "position != 'rope'"]
+CAPS = {"block": "seq_len", "cache": "((seq_len - 1) // block) * block"}
 INERT = {"admission": "cache == 0 or cache >= ((seq_len - 1) // block) * block"}
 
 

@@ -8,6 +8,7 @@ is averaged inside the pair, because such trials share their random streams and 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -454,7 +455,8 @@ class Comparer:
         same = Sameness(self.catalog, self.evaluation.resolved, slices)
         alike: dict[str, None] = {}
         for key in matched.shared:
-            if len({same.key(cell) for cell in matched.cells(key)}) == 1:
+            ways = [Counter(same.key(cell) for cell in side[key]) for side in (matched.a, matched.b)]
+            if _same_mean(*ways) and (entry.at_equal is None or len(ways[0]) == 1):
                 alike[matched.label(key)] = None
         if not alike:
             return True
@@ -471,3 +473,8 @@ class Comparer:
             "so the difference there is 0 and pulls the mean towards 0"
         )
         return True
+
+
+def _same_mean(a: Counter[Any], b: Counter[Any]) -> bool:
+    """Whether the mean over a's models is that over b's, whatever they score: the same models in the same shares."""
+    return a.keys() == b.keys() and all(n * b.total() == b[model] * a.total() for model, n in a.items())

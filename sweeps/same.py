@@ -1,4 +1,4 @@
-"""Which trials compute the same: settings without effect (INERT) and mechanisms that coincide (SAME_AS) taken away."""
+"""Which trials compute the same: settings without effect (INERT, CAPS) and mechanisms that coincide (SAME_AS) gone."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ class Sameness:
         return (self._same[memo], *rest)
 
     def _effective(self, blocks: dict[str, Resolved]) -> tuple[str, tuple[tuple[str, Any], ...]]:
-        """Name and settings of the mechanism that matter on this task, after INERT and SAME_AS."""
+        """Name and settings of the mechanism that matter on this task, after CAPS, INERT and SAME_AS."""
         mechanism = blocks["mechanism"]
         block, settings = mechanism.block, {p: mechanism.env[p] for p in mechanism.block.params}
         around = environment(blocks)
         for _ in range(4):
             env = {**around, **settings}
+            for name, rule in block.literals.get("CAPS", {}).items():
+                env[name] = settings[name] = _capped(settings[name], rule, env)
             kept = {p: v for p, v in settings.items() if not _holds(block.literals.get("INERT", {}).get(p), env)}
             others = block.literals.get("SAME_AS", {})
             other = next((name for name, rule in others.items() if _holds(rule, env)), None)
@@ -49,6 +51,14 @@ class Sameness:
             block = self.catalog.block("mechanism", other)
             settings = {p: settings.get(p, param.default) for p, param in block.params.items()}
         return block.name, tuple(sorted(settings.items(), key=lambda item: item[0]))
+
+
+def _capped(value: Any, rule: Any, env: dict[str, Any]) -> Any:
+    """A value above what the rule says acts as that."""
+    try:
+        return min(value, formula.evaluate(str(rule), env))
+    except (UserError, TypeError):
+        return value
 
 
 def _holds(rule: Any, env: dict[str, Any]) -> bool:

@@ -246,6 +246,7 @@ def _as_json(block: Block) -> dict[str, Any]:
         "CACHE",
         "LIMITS",
         "INERT",
+        "CAPS",
         "SAME_AS",
         "METRICS",
         "BOUNDS",

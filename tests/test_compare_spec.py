@@ -18,6 +18,9 @@ from sweeps.reader import SpecError
 HOLAS = "axes:\n  mechanism: [softmax, {name: hola, cache: [4, 8], block: 16, admission: [residual, recency]}]\n  task.n_pairs: [4, 8]\nseeds: 3\n"
 
 
+R, Q, M = "mechanism.admission: residual", "mechanism.admission: recency", ", mean: [mechanism.cache]"
+
+
 def compared(text: str, tmp_path: Path) -> tuple[Plan, tuple[Test, ...]]:
     found = plan(BASE + text, tmp_path)
     return found, found.tests
@@ -228,6 +231,50 @@ def test_sides_that_are_the_same_model_in_some_blocks_are_noted(tmp_path: Path) 
 
 def test_a_longer_evaluation_may_tell_apart_what_training_cannot(tmp_path: Path) -> None:
     text = "axes:\n  mechanism: [{name: hola, cache: 48, block: 16, admission: [residual, recency]}]\nevaluate: {task.seq_len: [64%s]}\ncompare: [{a: {mechanism.admission: residual}, b: {mechanism.admission: recency}}]"
+    with pytest.raises(SpecError, match="cannot differ"):
+        compared(text % "", tmp_path)
+    assert len(compared(text % ", 128", tmp_path)[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("items", "a", "b", "more", "differ"),
+    [
+        ("{name: hola, cache: [48, 64, 256]}", "mechanism.cache: 64", "mechanism.cache: 256", "", False),
+        ("{name: hola, cache: [48, 64, 256]}", "mechanism.cache: 48", "mechanism.cache: 64", "", False),
+        ("{name: hola, cache: [32, 47, 48]}", "mechanism.cache: 47", "mechanism.cache: 48", "", True),
+        ("{name: hola, block: [64, 128]}", "mechanism.block: 64", "mechanism.block: 128", "", False),
+        ("{name: hola, block: [63, 128]}", "mechanism.block: 63", "mechanism.block: 128", "", True),
+        ("{name: hola, block: 64, cache: [0, 8]}", "mechanism.cache: 0", "mechanism.cache: 8", "", False),
+        (
+            "{arm: x, name: hola, block: 64, cache: 8}, {arm: y, name: hola, block: 99, cache: 0, admission: none}",
+            "arm: x",
+            "arm: y",
+            "",
+            False,
+        ),
+        ("{name: hola, cache: [0, 64], admission: [residual, recency]}", R, Q, M, False),
+        ("{name: hola, cache: [4, 64], admission: [residual, recency]}", R, Q, M, True),
+        (
+            "{name: hola, cache: [0, 4], admission: residual}, {arm: y, name: hola, cache: 0}",
+            "arm: hola",
+            "arm: y",
+            M,
+            1,
+        ),
+    ],
+)
+def test_sides_of_settings_that_act_alike_are_refused(
+    items: str, a: str, b: str, more: str, differ: bool, tmp_path: Path
+) -> None:
+    text = f"axes:\n  mechanism: [{items}]\nseeds: 6\ncompare: [{{a: {{{a}}}, b: {{{b}}}{more}}}]"
+    found = [message for _, _, message in problems(BASE + text, tmp_path)]
+    assert ["both sides are the same model, so they cannot differ" in message for message in found] == [True] * (
+        not differ
+    )
+
+
+def test_a_cap_is_that_of_every_length_the_model_sees(tmp_path: Path) -> None:
+    text = "axes:\n  mechanism: [{name: hola, cache: [48, 64]}]\nevaluate: {task.seq_len: [64%s]}\nseeds: 6\ncompare: [{a: {mechanism.cache: 48}, b: {mechanism.cache: 64}}]"
     with pytest.raises(SpecError, match="cannot differ"):
         compared(text % "", tmp_path)
     assert len(compared(text % ", 128", tmp_path)[1]) == 1

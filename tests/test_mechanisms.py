@@ -233,7 +233,13 @@ def test_the_file_says_what_it_is(name: str) -> None:
     assert -1 not in where
     assert where == sorted(where)
     known = values(name, {}, 64)
-    for text in [said["STATE"], said["CACHE"], *said["LIMITS"], *said.get("INERT", {}).values()]:
+    for text in [
+        said["STATE"],
+        said["CACHE"],
+        *said["LIMITS"],
+        *said.get("INERT", {}).values(),
+        *said.get("CAPS", {}).values(),
+    ]:
         assert formula.names(text) <= known.keys()
     assert set(said.get("SAME_AS", {})) <= set(mechanisms.names())
     parameters = list(inspect.signature(mixer.__init__).parameters.values())[2:]
@@ -285,6 +291,24 @@ def test_inert_settings_change_nothing() -> None:
         inert = formula.evaluate(condition, values("hola", {"cache": cache, "block": block}, T))
         differ = any(not close(y, reads["residual"]) for y in reads.values())
         assert inert == (not differ), f"T {T}, cache {cache}, block {block}"
+
+
+def test_a_value_above_its_cap_acts_as_the_cap_and_one_below_does_not() -> None:
+    caps = literals("hola")["CAPS"]
+    for T, cache, block in ((40, 5, 8), (40, 32, 8), (40, 50, 8), (41, 39, 8), (41, 40, 8), (9, 8, 8), (9, 3, 20)):
+        x = tokens(T)
+
+        def read(cache: int, block: int, x: Tensor = x) -> Tensor:
+            return build("hola", {"cache": cache, "block": block}, seq_len=len(x[0]))(x)[0].detach()
+
+        capped = min(block, formula.evaluate(caps["block"], values("hola", {"block": block}, T)))
+        most = formula.evaluate(caps["cache"], values("hola", {"cache": cache, "block": capped}, T))
+        assert close(read(cache, block), read(min(cache, most), capped)), f"T {T}, cache {cache}, block {block}"
+        if most > 0:
+            assert close(read(most, block), read(most + 9, block))
+            assert not close(read(most, block), read(most - 1, block))
+    assert close(read(0, T), read(0, T + 5))
+    assert not close(read(0, T), read(0, T - 1))
 
 
 def test_hola_without_cache_and_gate_is_gated_deltanet() -> None:

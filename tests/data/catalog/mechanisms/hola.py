@@ -6,6 +6,7 @@ REVISION = 3
 STATE = "n_heads * head_dim * head_dim + cache"
 CACHE = "2 * n_heads * head_dim * (cache + block)"
 LIMITS = ["block >= 1", "cache >= 0", "admission != 'none' or cache == 0"]
+CAPS = {"block": "seq_len", "cache": "(seq_len - 1) // block * block"}
 INERT = {"admission": "cache == 0 or cache >= (seq_len - 1) // block * block"}
 
 
