@@ -7,6 +7,7 @@ traceback.
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import sys
@@ -114,6 +115,9 @@ app.add_typer(specs_app, name="specs")
 
 def main() -> int:
     """Run the command line and return its exit code. Installed as `sweep`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal in plain ASCII is no reason to fail
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()

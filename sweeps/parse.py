@@ -11,7 +11,7 @@ from sweeps.catalog import Block, Catalog
 from sweeps.patch import Assembled, zip_paths
 from sweeps.reader import Mark, Node, Problems, near
 from sweeps.sections import Distribution
-from sweeps.spec import KEYS, NAME, Lookup, Spec, Written, head
+from sweeps.spec import KEYS, MAX_NAME, NAME, Lookup, Spec, Written, head
 from sweeps.types import show
 
 
@@ -32,6 +32,11 @@ class Reader(Lookup):
         name = self._text("sweep", required=True)
         if name and not NAME.fullmatch(name):
             self.problems.add(tree.value["sweep"].mark, f"sweep: {name!r} may hold a-z, 0-9, _ and - only")
+        elif len(name) > MAX_NAME:
+            self.problems.add(tree.value["sweep"].mark, f"sweep: {len(name)} letters; a name has at most {MAX_NAME}")
+        if len(self.assembled.profile or "") > MAX_NAME:
+            where = tree.value["profiles"].keys[self.assembled.profile]
+            self.problems.add(where, f"a profile's name has at most {MAX_NAME} letters")
         search, settings = self._search()
         for axis in axes:
             for path in zip_paths(axis.key) or (axis.key,):

@@ -221,10 +221,12 @@ class _Merge:
 
     def _replace(self, target: Node, here: tuple[str, ...], child: Node, mark: Mark) -> None:
         key = here[-1]
-        before = self.written.get(here)
+        # A zip key is the same in whichever order it names its paths.
+        once = (*here[:-1], *sorted(zip_paths(key) or (key,)))
+        before = self.written.get(once)
         if before is not None:
             self.problems.add(mark, f"{'.'.join(here)!r} is given twice (first in line {before.line})")
-        self.written[here] = mark
+        self.written[once] = mark
         old = target.get(key)
         same_block = NAMED_LEVEL.get(here[0]) == len(here) and old is not None and old.is_map and not is_form(old)
         if same_block and old is not None and old.get("name") is not None and old.value["name"].value == child.value:

@@ -271,6 +271,9 @@ class _Composer:
         self._put(Node(node.value, at, node.keys, node.size, node.depth), at)
 
     def _scalar(self, event: yaml.ScalarEvent, at: Mark) -> None:
+        half = next((letter for letter in event.value if "\ud800" <= letter <= "\udfff"), None)
+        if half is not None:
+            self.stop(at, f"\\u{ord(half):04x} is half a character: no file can hold it")
         if self._wants_key():
             self._key(event, at)
             return

@@ -22,6 +22,10 @@ MATCH_LIMIT = 1 << 24
 """The largest value that `match` tries."""
 
 
+LARGEST = 1 << 63
+"""Whole numbers have 64 bits, as in the file."""
+
+
 class Resolver:
     """Types and settles blocks; what does not fit goes to `problems`, once for each place."""
 
@@ -266,10 +270,16 @@ class Resolver:
             value = flat[form.path]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise Misfit(f"{path}: ref to {form.path}, which is {show(value)} and no number", form)
-        result = value * form.number + form.plus
+        try:
+            result = value * form.number + form.plus
+        except OverflowError:
+            result = math.inf
+        if not -LARGEST < result < LARGEST and (isinstance(result, int) or not math.isfinite(result) or form.round):
+            raise Misfit(f"{path}: {form.path} of {show(value)} gives a number that is too large", form)
         if form.round:
             result = math.floor(result) if form.round == "down" else math.floor(result / 2) * 2
-        if "int" in form.param.type.scalars and isinstance(result, float) and result.is_integer():
+        is_whole = isinstance(result, float) and result.is_integer() and abs(result) < LARGEST
+        if "int" in form.param.type.scalars and is_whole:
             result = int(result)
         try:
             done[path] = form.param.type.convert(Node(result, form.mark))

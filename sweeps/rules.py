@@ -31,7 +31,9 @@ class Rules:
     def _check(self, memo: tuple[int, ...], blocks: Mapping[str, Resolved], kinds: tuple[str, ...]) -> bool:
         if memo not in self._limits:
             broken = [(blocks[kind], *found) for kind in kinds for found in self.broken(blocks, blocks[kind])]
-            for owner, rule, env, in_segment in broken:
+            # What has no value follows from what is broken: d_model % n_heads with n_heads of 0.
+            false = [found for found in broken if _verdict(found[1], found[2]) is False]
+            for owner, rule, env, in_segment in false or broken:
                 self._tell(owner, rule, env, blocks, in_segment)
             self._limits[memo] = not broken
         return self._limits[memo]
@@ -43,11 +45,7 @@ class Rules:
         for part in [{}, *(owner.env.get("segments") or [])]:
             env = {**outer, **owner.env, **part}
             if not formula.all_hold(owner.block.limits, env):
-                verdicts = {rule: _verdict(rule, env) for rule in owner.block.limits}
-                # What has no value follows from what is broken: d_model % n_heads with n_heads of 0.
-                told = [rule for rule, verdict in verdicts.items() if verdict is False]
-                told = told or [rule for rule, verdict in verdicts.items() if verdict is None]
-                yield from ((rule, env, bool(part)) for rule in told)
+                yield from ((rule, env, bool(part)) for rule in owner.block.limits if not _verdict(rule, env))
 
     def _tell(
         self, owner: Resolved, rule: str, env: Mapping[str, Any], blocks: Mapping[str, Resolved], in_segment: bool

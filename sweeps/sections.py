@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +152,15 @@ def generated(node: Node, problems: Problems) -> list[Node]:
         problems.add(node.mark, wrong + (" and ends above 0" if kind == "logspace" else ""))
         return []
     shares = [number / (n - 1) for number in range(n)]
-    raw = [first * (last / first) ** s if kind == "logspace" else first + (last - first) * s for s in shares]
+    if kind == "logspace" and math.isfinite(last / first) and last / first > 0:
+        raw = [first * (last / first) ** s for s in shares]
+    elif kind == "logspace":  # ends further apart than any one number can say
+        raw = [math.exp(math.log(first) * (1 - s) + math.log(last) * s) for s in shares[1:-1]]
+        raw = [float(first), *raw, float(last)]
+    elif math.isfinite(last - first):
+        raw = [first + (last - first) * s for s in shares]
+    else:
+        raw = [first * (1 - s) + last * s for s in shares]
     rounded = [float(f"{value:.6g}") for value in raw]
     whole = isinstance(first, int) and isinstance(last, int) and all(value.is_integer() for value in rounded)
     return [Node(int(value) if whole else value, node.mark) for value in rounded]

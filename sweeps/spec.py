@@ -43,6 +43,8 @@ KEYS = {
     "profiles": "name -> patch, applied with --profile",
 }
 NAME = re.compile(r"[a-z0-9_-]+")
+MAX_NAME = 100
+"""Letters of a sweep's name, and of a profile's: both stand in names of folders."""
 ARM = re.compile(r"[A-Za-z0-9_+-]+")
 
 

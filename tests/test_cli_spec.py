@@ -82,6 +82,15 @@ def test_plan_only_shows_a_part(spec: str, monkeypatch: pytest.MonkeyPatch, caps
         assert "softmax" not in out
 
 
+def test_a_terminal_in_ascii_gets_every_letter_it_has(spec: str) -> None:
+    Path(spec).write_text(Path(spec).read_text() + "question: Größer als π?\n", encoding="utf-8")
+    line = [sys.executable, "-m", "sweeps", "plan", spec]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Gr\\xf6\\xdfer als \\u03c0?" in done.stdout
+
+
 def test_ls_lists_and_explains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(["ls"], monkeypatch, capsys)
     catalog = Catalog()

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from spec_tools import BASE, plan, values
 
 from runners.schema import Plan, UserError
+from sweeps import sections
 from sweeps.plan import not_there_yet, select
-from sweeps.reader import SpecError
+from sweeps.reader import Problems, SpecError, read_text
 
 
 def test_axes_multiply_in_file_order_an_items_lists_after_its_place_seeds_last(tmp_path: Path) -> None:
@@ -481,6 +482,22 @@ def test_what_a_profile_took_away_is_a_note_and_not_an_error(tmp_path: Path) -> 
     assert any("task.n_pairs 8" in note for note in found.notes)
     assert any("mechanism hola" in note for note in found.notes)
     assert found.tests == ()
+
+
+def test_generated_lists_reach_the_ends_of_the_numbers(tmp_path: Path) -> None:
+    for form, wanted in (
+        ("{logspace: [1e-308, 1e308, 3]}", [1e-308, 1.0, 1e308]),
+        ("{logspace: [1e308, 1e-308, 3]}", [1e308, 1.0, 1e-308]),
+        ("{linspace: [1, 1.5e308, 3]}", [1.0, 7.5e307, 1.5e308]),
+        ("{logspace: [1, 100, 3]}", [1.0, 10.0, 100.0]),
+    ):
+        found = plan(f"{BASE}mechanism: softmax\naxes: {{train.lr: {form}}}", tmp_path)
+        assert [member.trial.train["lr"] for member in found.members] == pytest.approx(wanted)  # type: ignore[index]
+
+
+def test_a_line_from_one_end_of_the_numbers_to_the_other() -> None:
+    node = read_text("{linspace: [-1.5e308, 1.5e308, 3]}", "spec")
+    assert [item.value for item in sections.generated(node, Problems())] == [-1.5e308, 0.0, 1.5e308]
 
 
 # --- only -------------------------------------------------------------------------------------------------------

@@ -41,6 +41,14 @@ AFTER_BASE = {
     "seeds twice": ("mechanism: softmax\nseeds: [1, 1]", 2, 8, "different whole numbers"),
     "seeds as an axis": ("mechanism: softmax\naxes: {seed: [0, 1]}", 2, 8, "write `seeds: N`"),
     "zip of unequal lengths": ("mechanism: softmax\naxes:\n  (task.seq_len, task.n_pairs): [[64, 4], [128]]", 3, 43, "has 2 values, not 1 values"),
+    "zip written again in another order": ("mechanism: softmax\naxes:\n  (task.seq_len, task.n_pairs): [[64, 4]]\n  (task.n_pairs, task.seq_len): [[2, 32]]", 4, 3, "given twice (first in line 7)"),
+    "zip of a slice written again in another order": ("mechanism: softmax\nevaluate:\n  (task.seq_len, task.n_pairs): [[64, 4]]\n  (task.n_pairs, task.seq_len): [[2, 32]]", 4, 3, "given twice (first in line 7)"),
+    "a ref beyond all numbers": ("axes: {mechanism: [{name: softmax, model.d_model: {ref: task.n_pairs, times: 1.7e308}}]}", 1, 51, "gives a number that is too large"),
+    "a rounded ref beyond all numbers": ("mechanism: {name: hola, cache: {ref: model.d_model, times: 1.7e308, round: down}}", 1, 32, "gives a number that is too large"),
+    "a ref past 64 bits": ("mechanism: {name: hola, cache: {ref: model.d_model, times: 4611686018427387904}}", 1, 32, "gives a number that is too large"),
+    "a ref past 64 bits by a float": ("mechanism: {name: hola, cache: {ref: model.d_model, times: 1e30}}", 1, 32, "not a whole number"),
+    "half a character": ('mechanism: softmax\nquestion: "a \\ud800"', 2, 11, "\\ud800 is half a character"),
+    "half a character in a key": ('mechanism: softmax\n"\\ud800": 1', 2, 1, "\\ud800 is half a character"),
     "zip of a flat list": ("mechanism: softmax\naxes:\n  (task.seq_len, task.n_pairs): [64, 4]", 3, 33, "rows of 2 values"),
     "zip naming a path twice": ("mechanism: softmax\naxes:\n  (train.lr, train.lr): [[1, 2]]", 3, 3, "names a path twice"),
     "one path on two axes": ("mechanism: softmax\naxes:\n  train.lr: [1e-3]\n  (train.lr, train.warmup): [[1e-2, 5]]", 4, 3, "already written by the axis 'train.lr'"),
@@ -148,6 +156,7 @@ def test_a_broken_spec_is_told_once_at_its_place(name: str, tmp_path: Path) -> N
 WHOLE = {
     "no name": ("question: x\nmechanism: softmax\ntask: recall\ntrain: {steps: 1, batch_size: 1}", 1, 1, "the key 'sweep' is missing"),
     "a name with capitals": ("sweep: My Sweep\nmechanism: softmax\ntask: recall\ntrain: {steps: 1, batch_size: 1}", 1, 8, "a-z, 0-9, _ and -"),
+    "a name of 101 letters": (f"sweep: {'x' * 101}\nmechanism: softmax\ntask: recall\ntrain: {{steps: 1, batch_size: 1}}", 1, 8, "101 letters; a name has at most 100"),
     "a name that is a number": ("sweep: 3\nmechanism: softmax\ntask: recall\ntrain: {steps: 1, batch_size: 1}", 1, 8, "sweep is text, not 3"),
     "no task": ("sweep: x\nmechanism: softmax\ntrain: {steps: 1, batch_size: 1}", 1, 1, "there is no task"),
     "no training": ("sweep: x\nmechanism: softmax\ntask: recall", 1, 1, "train needs one of steps | epochs | tokens"),
@@ -234,6 +243,7 @@ WITH_THE_REAL_CATALOGUE = {
     "no layers": ("model: {layers: []}", 5, 17, "'mechanism' in layers: here layers is []"),
     "more kinds of layer than layers": ("model: {n_layers: 1, layers: [base_conv, mechanism]}", 5, 30, "len(layers) <= n_layers"),
     "no heads": ("model: {n_heads: 0}", 5, 18, "model wants n_heads >= 1: here n_heads is 0"),
+    "no heads where a mechanism has a rule on their width": ("model: {n_heads: 0, position: rope}", 5, 18, "model wants n_heads >= 1: here n_heads is 0"),
     "heads of no width": ("model: {d_model: 32, head_dim: 0}", 5, 32, "model wants head_dim >= 1: here head_dim is 0"),
 }
 # fmt: on
