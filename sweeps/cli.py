@@ -31,6 +31,26 @@ app = typer.Typer(
 specs_app = typer.Typer(help="The specs that come with memsweep.", no_args_is_help=True)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib import metadata
+
+        try:
+            print(f"memsweep {metadata.version('memsweep')}")
+        except metadata.PackageNotFoundError:
+            print("memsweep, from its source, not installed")
+        raise typer.Exit
+
+
+@app.callback()
+def sweep(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Declarative experiment sweeps over memory mechanisms of linear-time sequence models."""
+
+
 @app.command()
 def validate(spec: SpecArgument, profile: ProfileOption = None, sets: SetOption = None) -> None:
     """Check a spec and say everything that is wrong with it, file:line:column."""
@@ -91,13 +111,17 @@ def schema() -> None:
 
 @specs_app.command("copy")
 def specs_copy(
-    name: Annotated[str, typer.Argument(help="Name of a shipped spec (sweep ls specs).")],
+    name: Annotated[
+        str | None, typer.Argument(help="Name of a shipped spec (sweep ls specs).", show_default=False)
+    ] = None,
     to: Annotated[Path, typer.Argument(help="File or folder to write.")] = Path("specs"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it is there.")] = False,
 ) -> None:
     """Copy a shipped spec into a folder (specs/ without one), to be changed there."""
     from sweeps import library
 
+    if name is None:
+        raise UserError(f"which spec? There are: {', '.join(library.names())}")
     print(library.copy(name, to, force=force))
 
 

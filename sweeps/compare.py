@@ -103,11 +103,14 @@ class Comparer:
         # Seeds that are added once a report was read are a second look, which doubles every p.
         wanted, later = (math.ceil(1 + math.log2(len(tests) * looks / ALPHA)) for looks in (1, 2))
         more = f", {later} if they are added after a report" if later > wanted else ""
+        need = f"a bounded score needs {wanted}"
+        if len(tests) > 1:
+            need = f"{len(tests)} tests of a bounded score need {wanted} each"
         for test in tests:
             if test.bounded and test.scale == "difference" and len(test.pairs) < wanted:
                 self.problems.note(
-                    f"{test.name}: {len(test.pairs)} pairs cannot reach a verdict; {len(tests)} "
-                    f"test{'s' if len(tests) > 1 else ''} of a bounded score need {wanted} each{more}: add seeds"
+                    f"{test.name}: {len(test.pairs)} pair{'' if len(test.pairs) == 1 else 's'} cannot reach a verdict; "
+                    f"{need}{more}: add seeds"
                 )
 
     # --- reading ------------------------------------------------------------------------------------------------

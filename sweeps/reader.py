@@ -132,7 +132,7 @@ class Problems:
 
 def near(word: Any, known: Any, say: str = "did you mean") -> str:
     """` (did you mean 'x'?)`, or what there is when nothing is near and the list is short; else nothing."""
-    known = [str(k) for k in known]
+    known = list(dict.fromkeys(str(k) for k in known))
     found = get_close_matches(str(word), known, n=1, cutoff=0.6)
     if found:
         return f" ({say} {found[0]!r}?)"

@@ -133,7 +133,8 @@ class Resolver:
     def _form(self, path: str, node: Node, param: Param) -> Any:
         get = {name: child.value for name, child in node.value.items()}
         if "required" in get:
-            raise Misfit(f"a value is wanted: {show(get['required'])}. Give it with --set {path}=..., or in a profile")
+            what = show(node.value["required"].plain())
+            raise Misfit(f"a value is wanted: {what}. Give it with --set {path}=..., or in a profile")
         if "ref" in get:
             allowed, number = {"ref", "times", "plus", "round"}, get.get("times", 1)
             target = get["ref"]
@@ -141,7 +142,7 @@ class Resolver:
             allowed, number = {"match", "to"}, get.get("to")
             target = get["match"]
             if target != "state_bytes":
-                raise Misfit(f"match: {show(target)}: only state_bytes can be matched")
+                raise Misfit(f"match: {show(node.value['match'].plain())}: only state_bytes can be matched")
             if not param.type.is_number or "int" not in param.type.scalars:
                 raise Misfit("match finds whole numbers; this parameter is none")
         else:
@@ -152,11 +153,11 @@ class Resolver:
                 raise Misfit(f"{name!r} is no part of {{{', '.join(sorted(allowed))}}}")
         for name in ("times", "plus", "to"):
             if name in get and (isinstance(get[name], bool) or not isinstance(get[name], int | float)):
-                raise Misfit(f"{name} is a number, not {show(get[name])}")
+                raise Misfit(f"{name} is a number, not {show(node.value[name].plain())}")
         if not isinstance(target, str) or number is None:
             raise Misfit("write {ref: path} or {match: state_bytes, to: N}")
         if get.get("round", "down") not in ("down", "even"):
-            raise Misfit(f"round is down or even, not {show(get['round'])}")
+            raise Misfit(f"round is down or even, not {show(node.value['round'].plain())}")
         return Form(
             "ref" if "ref" in get else "match",
             target,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import jsonschema
@@ -91,6 +92,15 @@ def test_a_terminal_in_ascii_gets_every_letter_it_has(spec: str) -> None:
     assert "Gr\\xf6\\xdfer als \\u03c0?" in done.stdout
 
 
+def test_version_is_that_of_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: f"2.3 of {name}")
+    assert run(["--version"], monkeypatch, capsys) == (0, "memsweep 2.3 of memsweep\n", "")
+    monkeypatch.undo()
+    code, out, err = run(["--version"], monkeypatch, capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("memsweep")
+
+
 def test_ls_lists_and_explains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(["ls"], monkeypatch, capsys)
     catalog = Catalog()
@@ -161,6 +171,7 @@ def test_a_spec_is_found_here_first_and_then_among_the_shipped(tmp_path: Path, m
         (["ls", "mechanisms", "hula"], 2, "did you mean 'hola'?"),
         (["ls", "mechanics"], 2, "did you mean 'mechanisms'?"),
         (["ls", "specs", "smoky"], 2, "did you mean 'smoke'?"),
+        (["specs", "copy"], 2, "There are: capacity"),
         (["specs", "copy", "smokes"], 2, "did you mean 'smoke'?"),
         (["validate"], 2, "Missing argument"),
         (["valdate", "smoke"], 2, "No such command"),

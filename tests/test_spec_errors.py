@@ -82,6 +82,8 @@ AFTER_BASE = {
     "a match that cannot be reached": ("mechanism: {name: hola, cache: {match: state_bytes, to: 10}}", 1, 32, "at 1 the state already holds"),
     "a match of a parameter without state": ("mechanism: hola\ntrain.warmup: {match: state_bytes, to: 100000}", 2, 15, "the state"),
     "a match of something else": ("mechanism: {name: hola, cache: {match: flops, to: 10}}", 1, 32, "only state_bytes"),
+    "a match to another form": ("mechanism: {name: hola, cache: {match: state_bytes, to: {ref: task.seq_len}}}", 1, 32, "to is a number, not {ref: task.seq_len}"),
+    "a name that two blocks have": ("mechanism: softmax\nmodel.qqqqq: 1", 2, 1, "mlp.width, mlp.gate, moe.experts"),
     "a value that is required": ("mechanism: {name: hola, cache: {required: how many tokens}}", 1, 32, "how many tokens. Give it with --set mechanism.cache=..."),
     "a generated list outside axes": ("mechanism: {name: hola, cache: {linspace: [1, 4, 4]}}", 1, 32, "stands in axes"),
     "a logspace from zero": ("mechanism: softmax\naxes: {train.lr: {logspace: [0, 1, 3]}}", 2, 18, "ends above 0"),
