@@ -98,7 +98,8 @@ def test_many_drivers_share_without_overlap(store: Store) -> None:
 
 def test_first_opening_by_many_at_once(store: Store) -> None:
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: Ledger.open(store).drivers(), range(8)))
+        found = list(pool.map(lambda _: list(Ledger.open(store).drivers()), range(8)))
+    assert found == [[]] * 8, "every opener reads a whole, empty ledger"
 
 
 def test_an_expired_lease_reads_interrupted_and_is_free(ledger: Ledger) -> None:
