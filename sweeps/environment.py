@@ -26,7 +26,6 @@ DEPENDENCIES = {
     "numpy": "numpy",
     "optuna": "optuna",
     "pandas": "pandas",
-    "pydantic": "pydantic",
     "ray.tune": "ray",
     "safetensors": "safetensors",
     "scipy": "scipy",

@@ -60,7 +60,7 @@ def load(
         question=read.question,
         spec=plain,
         source=assembled.text,
-        members=tuple(_member(cell, seed, trial) for cell, seed, trial in trials),
+        members=tuple([_member(cell, seed, trial) for cell, seed, trial in trials]),
         tests=tests,
         metrics=_of_tasks("METRICS", expansion.cells, evaluation),
         bounds=_of_tasks("BOUNDS", expansion.cells, evaluation),
