@@ -3,29 +3,96 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-IMPLS = ("auto", "reference", "chunked")
-WITH_TRITON: tuple[str, ...] = ()
-"""The ops that have a Triton kernel."""
+IMPLS = ("auto", "reference", "chunked", "triton")
+
+NO_KERNEL = "has no Triton kernel"
+
+WIDEST = 256
+"""Numbers in a head, at most, in a Triton kernel: a wider state does not fit a multiprocessor."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def resolve(impl: str, op: str) -> str:
-    """`impl` with "auto" replaced by what runs here. Raises ValueError for one that `op` does not have."""
-    if impl == "triton" and op not in WITH_TRITON:
-        have = ", ".join(WITH_TRITON) or "none yet"
-        raise ValueError(
-            f"impl='triton': {op} has no Triton kernel (ops that have one: {have}); use 'auto' or 'chunked'"
-        )
+def resolve(impl: str, op: str, unfit: str | None = NO_KERNEL) -> str:
+    """`impl` with "auto" replaced by what runs here. Raises ValueError for one that `op` does not have.
+
+    `unfit`: why a Triton kernel cannot take these inputs (`triton_unfit`), None where it can.
+    """
     if impl not in IMPLS:
-        raise ValueError(f"impl={impl!r}: {op} knows {', '.join(IMPLS)}")
-    return "chunked" if impl == "auto" else impl
+        known = [name for name in IMPLS if name != "triton" or unfit != NO_KERNEL]
+        raise ValueError(f"impl={impl!r}: {op} knows {', '.join(known)}")
+    if impl == "triton" and unfit is not None:
+        raise ValueError(f"impl='triton': {op} {unfit}; use 'auto' or 'chunked'")
+    if impl == "auto":
+        return "triton" if unfit is None and not interpreted() else "chunked"
+    return impl
+
+
+def triton_unfit(*tensors: Tensor | None, heads: tuple[int, ...] = ()) -> str | None:
+    """Why a Triton kernel cannot take these tensors with heads this wide, to be read after the op's name; None: it can.
+
+    Without a card kernels run in Triton's interpreter, if TRITON_INTERPRET is set: for tests, and in fp32 alone
+    (its bf16 products are wrong without a word).
+    """
+    given = [x for x in tensors if x is not None]
+    first = given[0]
+    if wide := next((width for width in heads if width > WIDEST), None):
+        return f"takes heads of at most {WIDEST}, not {wide}"
+    allowed = (torch.float32,) if interpreted() else (torch.float32, torch.bfloat16, torch.float16)
+    if odd := next((x.dtype for x in given if x.dtype not in allowed), None):
+        return f"does not take {str(odd).removeprefix('torch.')} in its Triton kernel"
+    if not _has_triton():
+        return "needs Triton, which is not installed here"
+    if interpreted():
+        return None
+    if first.device.type != "cuda":
+        return f"needs tensors on a CUDA card for its Triton kernel, not on {first.device.type}"
+    if _capability(first.device.index) < (8, 0):
+        return "needs a card of compute capability 8.0 or more for its Triton kernel"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter: as Triton itself does, by the variable."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _capability(card: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(card)
+
+
+def multiprocessors(x: Tensor) -> int:
+    """How many multiprocessors the card of `x` has; in the interpreter, an H200's 132."""
+    return _multiprocessors(x.device.index) if x.is_cuda else 132
+
+
+@functools.cache
+def _multiprocessors(card: int) -> int:
+    return torch.cuda.get_device_properties(card).multi_processor_count
+
+
+def padded(width: int) -> int:
+    """The width of the tile that holds `width` numbers: a power of two, and what a product needs at least."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """`x`, copied only if the numbers of its last dimension do not lie side by side; other strides are free."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def accumulator(*tensors: Tensor) -> torch.dtype:
