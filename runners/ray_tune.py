@@ -221,6 +221,10 @@ class RayExecutor:
         queue = [first]
         jobs = _Jobs(lambda: queue.pop() if queue else next_job(), done, should_stop)
         self._start()
+        if should_stop():
+            tick()
+            done(Outcome(first.trial.id, first.attempt, Status.INTERRUPTED))
+            return
         tune_thread = threading.Thread(target=self._fit, args=(jobs,), name="tune", daemon=True)
         # Tune in a thread of its own: signals, lines and leases stay ours, and Tune leaves SIGINT alone.
         tune_thread.start()
@@ -282,16 +286,26 @@ class RayExecutor:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep the caller's handlers: Ray puts its own in their place, and it exits at once."""
+    """Keep the caller's handlers: Ray puts its own in their place, and it exits at once.
+
+    A SIGTERM that Ray's handler gets while Ray starts ends the start, and then goes to the caller's handler.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    got = None
     try:
         yield
+    except SystemExit as stop:
+        if stop.code != signal.SIGTERM:
+            raise
+        got = signal.SIGTERM
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if got is not None:
+        signal.raise_signal(got)
 
 
 @contextlib.contextmanager

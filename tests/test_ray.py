@@ -5,6 +5,7 @@ Ray takes seconds to start, so few tests here, each with much in it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -207,3 +208,30 @@ def test_a_signal_stops_at_a_checkpoint(
     summary = driver.launch(plan, store=store.root, executor="inline", say=lambda _: None)
     assert summary.exit_code == Exit.OK
     assert results(store, plan) == expected
+
+
+def test_a_signal_while_ray_starts_is_not_lost(tmp_path: Path) -> None:
+    """Ray's start, seconds long, would put handlers in place of ours that exit at once with the signal's number."""
+    store = stores.make(tmp_path / "runs")
+    process = start(store, tmp_path, seeds=[0], steps=300)
+    assert process.stdout is not None
+    said = next(line for line in process.stdout if "to run" in line)
+
+    def has_scratch() -> bool:
+        made = Path(tempfile.gettempdir()).glob("memsweep-ray-*/owner.json")
+        return any(_owner_pid(path) == process.pid for path in made)
+
+    wait_for(has_scratch, process)  # Ray is about to start
+    time.sleep(0.3)
+    os.kill(process.pid, signal.SIGTERM)
+    rest, errors = process.communicate(timeout=240)
+    assert process.returncode == Exit.INTERRUPTED, said + rest + errors
+    assert "SIGTERM: stopping at a checkpoint" in rest
+    assert not has_scratch()
+    assert driver.status(store.root, "tiny")[0].counts == {"interrupted": 1, "planned": 1}
+
+
+def _owner_pid(path: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return int(json.loads(path.read_text())["pid"])
+    return None
