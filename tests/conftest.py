@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before anything asks a hub: no test may touch the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import postgres
 import pytest
 import torch
 
@@ -40,6 +41,20 @@ def poisoned_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[str]:
+    """The URL of a PostgreSQL server to make databases in: MEMSWEEP_TEST_POSTGRES, else one started for the tests."""
+    given = os.environ.get("MEMSWEEP_TEST_POSTGRES")
+    if given:
+        yield given
+        return
+    why_not = postgres.missing()
+    if why_not:
+        pytest.skip(why_not)
+    with postgres.server() as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Leases and the index: one holder a trial, numbers that fence, rows that come back from the folders.
 
-With MEMSWEEP_TEST_POSTGRES, the URL of a server where databases may be made, everything runs against that too:
-postgresql+psycopg2://user@/postgres?host=/socket/folder
+Everything runs on SQLite and on PostgreSQL: on a server that the tests start, or on that of MEMSWEEP_TEST_POSTGRES, a
+URL where databases may be made: postgresql+psycopg2://user@/postgres?host=/socket/folder
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import os
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import plans
+import postgres
 import pytest
 import sqlalchemy as sa
 
@@ -30,24 +30,15 @@ from runners.trial import write_outcome
 ROOT = Path(__file__).resolve().parent.parent
 
 
-SERVER = os.environ.get("MEMSWEEP_TEST_POSTGRES")
-no_server = pytest.mark.skipif(SERVER is None, reason="MEMSWEEP_TEST_POSTGRES is not set: SQLite alone is tested")
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=no_server)])
+@pytest.fixture(params=["sqlite", "postgresql"])
 def store(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """A store; the ledger in it, or in a new database of the server."""
     if request.param == "sqlite":
         yield Store.create(tmp_path / "runs")
         return
-    name = f"memsweep_{uuid.uuid4().hex[:12]}"
-    server = sa.create_engine(SERVER or "", isolation_level="AUTOCOMMIT")
-    with server.connect() as db:
-        db.exec_driver_sql(f"create database {name}")
-        url = sa.engine.make_url(SERVER or "").set(database=name)
-        monkeypatch.setenv("MEMSWEEP_LEDGER", url.render_as_string(hide_password=False))
+    with postgres.database(request.getfixturevalue("postgres_server")) as url:
+        monkeypatch.setenv("MEMSWEEP_LEDGER", url)
         yield Store.create(tmp_path / "runs")
-        db.exec_driver_sql(f"drop database {name} with (force)")
 
 
 sqlite_only = pytest.mark.parametrize("store", ["sqlite"], indirect=True)
