@@ -86,7 +86,8 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
             engine.connect().close()
             return engine.dispose()
         except sa.exc.OperationalError:
-            assert process.poll() is None and time.monotonic() < end, log.read_text()
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
             time.sleep(0.05)
 
 
