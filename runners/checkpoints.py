@@ -7,11 +7,14 @@ be read anyway (a bad disk, a hand) is passed over for the one before. `final` h
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +50,8 @@ def save(folder: Path, name: str, checkpoint: Checkpoint) -> None:
     try:
         # clone(): the format refuses tensors that share memory, as a tied head does.
         tensors = {key: value.detach().cpu().contiguous().clone() for key, value in checkpoint.tensors.items()}
-        save_file(tensors, temporary / "tensors.safetensors")
+        with _system_errors():
+            save_file(tensors, temporary / "tensors.safetensors")
         with open(temporary / "tensors.safetensors", "rb") as file:
             checksum = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
@@ -63,6 +67,20 @@ def save(folder: Path, name: str, checkpoint: Checkpoint) -> None:
         sync_folder(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _system_errors() -> Iterator[None]:
+    """The library tells of a full disk in an exception of its own: raise what the system said."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"Os \{ code: (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
 
 
 def load(folder: Path, name: str) -> Checkpoint | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from runners import tasks
 from runners.batch import Batch
 from runners.schema import Trial, UserError
 
+_log = logging.getLogger(__name__)
 TOKENS_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 18}
 """Rows are evaluated in batches of about this many tokens: enough to keep the device busy, little memory."""
 
@@ -37,19 +39,31 @@ def trial_vocab(trial: Trial) -> int:
 
 @torch.inference_mode()
 def score(model: nn.Module, task: Any, split: str, device: torch.device, dtype: str) -> dict[str, float]:
-    """`run` for a task that is already built."""
+    """`run` for a task that is already built. Where memory runs out, fewer rows are scored at once, down to one."""
     was_training = model.training
     model.eval()
     sums: dict[str, Tensor] = {}
-    n = 0
+    n, at_most = 0, 1 << 62
     for rows in task.groups(split):
-        at_once = max(1, TOKENS_AT_ONCE[device.type] // task.batch(split, torch.tensor(rows[:1]), 0).tokens_BT.shape[1])
-        for first in range(rows.start, rows.stop, at_once):
+        width = task.batch(split, torch.tensor(rows[:1]), 0).tokens_BT.shape[1]
+        first, at_once = rows.start, min(at_most, len(rows), max(1, TOKENS_AT_ONCE[device.type] // width))
+        while first < rows.stop:
             index_B = torch.arange(first, min(first + at_once, rows.stop))
-            batch = task.batch(split, index_B, 0, device)
-            for name, value_B in task.score(forward(model, batch, dtype), batch).items():
-                total = value_B.double().sum()
+            try:
+                batch = task.batch(split, index_B, 0, device)
+                totals = {k: v_B.double().sum() for k, v_B in task.score(forward(model, batch, dtype), batch).items()}
+            except torch.OutOfMemoryError:
+                if at_once == 1:
+                    raise
+                totals = None
+            if totals is None:  # here, and not where the error still holds on to what did not fit
+                at_once = at_most = -(-at_once // 2)
+                _log.warning("out of memory: %d rows are evaluated at once from here on", at_once)
+                torch.cuda.empty_cache()
+                continue
+            for name, total in totals.items():
                 sums[name] = sums[name] + total if name in sums else total
+            first += len(index_B)
             n += len(index_B)
     model.train(was_training)
     return {**{name: float(total) / n for name, total in sums.items()}, "n": n}

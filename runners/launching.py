@@ -17,13 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runners import split, watch
 from runners.ledger import LEASE_S, RENEW_S, Ledger
 from runners.owner import Owner
 from runners.progress import Display, Pace, Tally
 from runners.resources import Share, make_executor
+from runners.retry import Retries, is_disk_full
 from runners.schema import Exit, Failure, Job, Member, Outcome, Plan, Status, UserError
 from runners.store import Store
 from runners.survey import Found, Need, counts, need, survey
+from runners.watch import Watch
 
 Say = Callable[[str], None]
 """Takes one line for the user (no line break). Nothing here prints by itself."""
@@ -82,7 +85,8 @@ class Launch:
         self._elsewhere: dict[str, Member] = {}
         self._running: dict[str, tuple[Member, Need, int]] = {}
         self._failures: dict[str, Failed] = {}
-        self._tries: Counter[tuple[str, Failure]] = Counter()
+        self._retries = Retries(plan.retry)
+        self._watch = Watch(self._retries.rules["hang"])
         self._ran: set[str] = set()
         self._evaluated: set[str] = set()
         self._done = 0
@@ -123,9 +127,16 @@ class Launch:
             self._sort(item)
         self._total = len(found)
         self._tell_start(found)
-        if self.plan.spec.get("retry", {}).get("oom") == "split":
-            self.say("note: retry.oom: split is not there yet; a trial that runs out of memory fails")
+        if self._retries.splits and self._queue:
+            self._learn_sizes(found)
         return found
+
+    def _learn_sizes(self, found: list[Found]) -> None:
+        """Trials begin at the size that others of their shape have needed."""
+        for item in found:
+            if item.need in (Need.NOTHING, Need.EVALUATE):
+                result = self.store.result(item.member.trial.id) or {}
+                self._retries.sizes.learn(item.member.trial, result.get("micro_batch"))
 
     def _tell_dropped(self) -> None:
         _, before = self.store.plan(self.plan.sweep, self.revision - 1)
@@ -185,7 +196,24 @@ class Launch:
         if self._signal:
             self.say(f"{self._signal}: stopping at a checkpoint; the same command goes on from there (again: at once)")
             self._signal = None
+        if self._watch.is_due:
+            self._look_for_hung()
         self._display.show(self._tally)
+
+    def _look_for_hung(self) -> None:
+        """Kill workers that give no sign of life: their trials go on in another process, from their checkpoints."""
+        with self._lock:
+            running = [(member, attempt) for member, _, attempt in self._running.values()]
+        for member, attempt in running:
+            folder = self.store.trial_folder(member.trial.id)
+            silent_s = self._watch.silent_s(folder, attempt)
+            if silent_s is None:
+                continue
+            self._watch.forget(folder, attempt)
+            why = f"no progress for {silent_s:.0f} s (retry.hang)"
+            is_killed = watch.kill(folder, member.trial.id, attempt, f"{why}: its worker was killed")
+            done = "its worker was killed" if is_killed else "its worker is out of reach from here"
+            self.say(f"{member.cell}, seed {member.trial.seed}: {why}; {done}")
 
     def next_job(self) -> Job | None:
         """Claim the next trial that is free. None if there is none for now."""
@@ -219,14 +247,19 @@ class Launch:
             self._stopped_by = "collision"
             raise
         self._running[trial_id] = (member, missing, attempt)
+        folder = self.store.trial_folder(trial_id)
+        rows = self._retries.rows(member.trial, folder) if missing != Need.EVALUATE else None
+        if rows and not split.tried(folder):
+            self.say(f"{member.cell}, seed {member.trial.seed}: {rows} rows at once, as others of its shape needed")
         return Job(
             trial=member.trial,
             attempt=attempt,
             slices=member.slices,
-            folder=str(self.store.trial_folder(trial_id)),
+            folder=str(folder),
             device=self.given.device,
             threads=self.given.threads,
             checkpoint_every_s=CHECKPOINT_EVERY_S,
+            micro_batch=rows,
         )
 
     def _is_done_elsewhere(self, member: Member) -> bool:
@@ -259,17 +292,17 @@ class Launch:
 
     def _tell_failure(self, member: Member, outcome: Outcome) -> None:
         kind = outcome.failure or Failure.ERROR
-        allowed = self.plan.retry.get(kind.value)
-        key = (outcome.trial_id, kind)
         found = self._failed(member, outcome.attempt, kind, outcome.error)
-        again = ""
-        if isinstance(allowed, int) and self._tries[key] < allowed:
-            self._tries[key] += 1
+        again = self._retries.again(member.trial, outcome)
+        if again:
             self._queue.append(member)
-            again = f"; trying again ({self._tries[key]} of {allowed})"
         else:
             self._failures[outcome.trial_id] = found
-        self.say(f"failed ({kind}): {found.cell}, seed {found.seed}: {found.error}{again}\n  log: {found.log}")
+        then = f"; {again}" if again else ""
+        self.say(f"failed ({kind}): {found.cell}, seed {found.seed}: {found.error}{then}\n  log: {found.log}")
+        if is_disk_full(outcome) and not self._stopped_by:
+            self._stopped_by = "disk"
+            self.say("the disk is full: stopping. Checkpoints are whole: make room, and the same command goes on")
 
     def _failed(self, member: Member, attempt: int, kind: str | None, error: str | None) -> Failed:
         log = self.store.trial_folder(member.trial.id) / "attempts" / str(attempt) / "log.txt"
@@ -370,7 +403,7 @@ class Launch:
         found = survey(self.store, self.ledger, self.plan, self.revision, self.only, believe=True)
         totals = counts(found)
         is_whole = sum(item.need == Need.NOTHING for item in found) == len(found)
-        stops = {"signal": Exit.INTERRUPTED, "lease": Exit.ENVIRONMENT}
+        stops = {"signal": Exit.INTERRUPTED, "lease": Exit.ENVIRONMENT, "disk": Exit.ENVIRONMENT}
         code = stops.get(self._stopped_by or "", Exit.OK if is_whole else Exit.FAILED)
         return Summary(
             self.plan.sweep,

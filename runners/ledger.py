@@ -11,10 +11,12 @@ server (tests/test_ledger.py); `read_only` is then a promise of the caller, not 
 from __future__ import annotations
 
 import os
+import random
+import re
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,9 @@ from runners.store import Store, read_json
 LEASE_S = 60.0
 RENEW_S = 10.0
 """A driver renews its leases this often, and stops its trials when it could not for LEASE_S."""
+BUSY_S = LEASE_S
+"""How long a write waits for a database that another process holds; a driver without leases has nothing to write."""
+_SQLITE_WAITS_S = 2.0
 
 
 class _Now(FunctionElement[float]):
@@ -94,6 +99,7 @@ class Ledger:
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
         self._engine = _engine(url, read_only)
+        self._busy_since: float | None = None
         # SQLite: a write takes the lock at BEGIN; one that started as a read could not wait for it.
         self._reads = self._engine.execution_options(memsweep_read=True)
 
@@ -110,6 +116,11 @@ class Ledger:
             parsed = sa.engine.make_url(url)
             shown = parsed.render_as_string(hide_password=True)
             folder = Path(parsed.database or ".").parent
+            if isinstance(error, sa.exc.OperationalError) and _is_busy(error):
+                raise UserError(
+                    f"another process has held the ledger {shown} locked for {BUSY_S:.0f} s: wait for it, or end it",
+                    Exit.ENVIRONMENT,
+                ) from error
             if parsed.get_backend_name() == "sqlite" and not read_only and folder.exists() and not _may_write(parsed):
                 raise UserError(
                     f"cannot open the ledger {shown}: {folder} cannot be written. Make it writable, or use another "
@@ -144,8 +155,27 @@ class Ledger:
 
     @contextmanager
     def _write(self) -> Iterator[sa.Connection]:
-        with self._engine.begin() as db:
-            yield db
+        with ExitStack() as stack:
+            yield self._begin(stack)
+
+    def _begin(self, stack: ExitStack) -> sa.Connection:
+        """A transaction that may write. While somebody else holds the database it waits, BUSY_S in all.
+
+        The pauses are random, so that drivers that wait do not come back together; and the clock runs on between two
+        calls, so that a driver that has waited in vain ends soon.
+        """
+        while True:
+            try:
+                db = stack.enter_context(self._engine.begin())
+            except sa.exc.OperationalError as error:
+                now = time.monotonic()
+                self._busy_since = self._busy_since or now
+                if not _is_busy(error) or now - self._busy_since > BUSY_S:
+                    raise
+                time.sleep(random.uniform(0.02, 0.2))
+            else:
+                self._busy_since = None
+                return db
 
     @contextmanager
     def _read(self) -> Iterator[sa.Connection]:
@@ -448,7 +478,7 @@ def _engine(url: str, read_only: bool) -> sa.Engine:
     def _connect(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # BEGIN is ours, below
         if not read_only:
-            connection.execute("PRAGMA busy_timeout = 30000")
+            connection.execute(f"PRAGMA busy_timeout = {1000 * _SQLITE_WAITS_S:.0f}")
             _write_ahead(connection)
             connection.execute("PRAGMA synchronous = NORMAL")
 
@@ -458,6 +488,10 @@ def _engine(url: str, read_only: bool) -> sa.Engine:
         connection.exec_driver_sql("BEGIN" if is_read else "BEGIN IMMEDIATE")
 
     return engine
+
+
+def _is_busy(error: sa.exc.OperationalError) -> bool:
+    return bool(re.search("database (table )?is locked", str(error.orig)))
 
 
 def _write_ahead(connection: Any) -> None:

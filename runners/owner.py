@@ -1,4 +1,4 @@
-"""Who holds a lease: one driver process, named so that its death can be proved on its own machine."""
+"""Who holds a lease or runs a trial: one process, named so that its death can be proved on its own machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Owner:
-    """A driver. `host` is this boot and process namespace, `begun` when the process started: ids are used again."""
+    """A driver or a worker.
+
+    `host` is this boot and process namespace, `begun` when the process started: process ids are used again.
+    """
 
     uuid: str
     host: str
@@ -23,9 +26,13 @@ class Owner:
     def me(cls) -> Owner:
         return cls(str(uuid.uuid4()), _host(), os.getpid(), _begun(os.getpid()) or "", platform.node())
 
+    def is_here(self) -> bool:
+        """Whether it runs, or ran, on this machine since it was started, and its number means something here."""
+        return bool(self.host) and self.host == _host()
+
     def is_dead(self) -> bool:
         """Whether the process is surely gone. False where that cannot be told, as from another machine."""
-        return bool(self.host) and self.host == _host() and bool(self.begun) and _begun(self.pid) != self.begun
+        return self.is_here() and bool(self.begun) and _begun(self.pid) != self.begun
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.machine}"

@@ -70,6 +70,8 @@ class State:
         if self._result:
             stamp = self._result["stamp"]
             found |= {TAG + name: str(stamp[name]) for name in ("device", "fingerprint", "memsweep") if stamp.get(name)}
+            tried = ", ".join(map(str, self._result.get("oom_at") or ()))
+            found[TAG + "oom_at_rows"] = tried
             if stamp.get("commit"):
                 found["mlflow.source.git.commit"] = stamp["commit"].removesuffix("+changed")
         return found
@@ -88,7 +90,7 @@ class State:
         metrics: dict[str, float] = {"state_bytes": float(self.member.state_bytes)}
         if self._result is None:
             return metrics
-        for name in ("n_params", "tokens", "wall_s", "peak_mem_bytes"):
+        for name in ("n_params", "tokens", "wall_s", "peak_mem_bytes", "micro_batch"):
             if self._result.get(name) is not None:
                 metrics[name] = float(self._result[name])
         sets: dict[str, list[float]] = {}

@@ -323,6 +323,8 @@ class Job:
     device: str
     threads: int
     checkpoint_every_s: float = 60.0
+    micro_batch: int | None = None
+    """Rows to train at once, after memory ran out at more; None = the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,3 +336,5 @@ class Outcome:
     status: Status
     failure: Failure | None = None
     error: str | None = None
+    micro_batch: int | None = None
+    """Of a training that ran out of memory: the rows it held at once."""

@@ -20,9 +20,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from runners import diagnose, evaluate, streams, tasks
+from runners import evaluate, micro, streams, tasks
 from runners import model as models
 from runners.feed import Feed
 from runners.optimise import FlatAdam
@@ -164,6 +163,8 @@ class Fit:
     stopped_by: str  # steps | stop_above | diverged | interrupted
     diverged: dict[str, Any] | None
     snapshot: Snapshot
+    micro_batch: int | None = None
+    """Rows that were trained at once; None = all rows of the batch."""
 
 
 def fit(
@@ -175,17 +176,19 @@ def fit(
     progress: Callable[[int, int, dict[str, float]], None],
     should_stop: Callable[[], bool],
     checkpoint_every_s: float,
+    micro_batch: int | None = None,
 ) -> Fit:
     """Trains `trial` from `start` (None = from its initial weights) to its end.
 
     `commit(snapshot, points)` is called every `checkpoint_every_s`, at the end and when `should_stop` says so; it
     gets the points since the last commit, each exactly once over a run and its resumes. `progress(step, steps,
     latest metrics)` is for people. When it was interrupted, the run is to be continued from its last snapshot.
-    A snapshot of an ended run gives that run's `Fit` again. Out-of-memory errors are raised as they are.
+    A snapshot of an ended run gives that run's `Fit` again. Out-of-memory errors are raised as they are; with
+    `micro_batch` an update runs that many rows at a time and needs less memory: the same batch, clip and step.
     """
     if start is not None and "ended" in start.meta:
         return Fit(**start.meta["ended"], snapshot=start)
-    run = _Run(trial, device)
+    run = _Run(trial, device, micro_batch)
     if start is not None:
         run.load(start)
     run.announce = _every(PROGRESS_EVERY_S, progress)
@@ -213,6 +216,11 @@ def load_model(trial: Trial, snapshot: Snapshot, device: torch.device) -> models
     return model.to(device).eval()
 
 
+def batch_rows(trial: Trial) -> int:
+    """Rows of an update of `trial`."""
+    return Train(**(trial.train or {})).rows(tasks.build(trial.task).seq_len)
+
+
 def data_seed(trial: Trial) -> int:
     """The key of a trial's training rows: seed, task and model, never mechanism or train."""
     return streams.key("data", trial.seed, *models.stream_settings(trial))
@@ -238,10 +246,10 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 class _Run:
     """One training in memory: model, optimiser, rows, and the losses not yet fetched."""
 
-    def __init__(self, trial: Trial, device: torch.device) -> None:
+    def __init__(self, trial: Trial, device: torch.device, micro_batch: int | None = None) -> None:
         if trial.train is None:
             raise UserError(f"task {trial.task['name']} has nothing to train")
-        self.device, self.train = device, Train(**trial.train)
+        self.device, self.train, self.micro_batch = device, Train(**trial.train), micro_batch
         self.task = tasks.build(trial.task)
         self.model = models.build(trial, device).train()
         self.n_params = sum(p.numel() for p in self.model.parameters())
@@ -277,18 +285,13 @@ class _Run:
     def over(self) -> bool:
         return self.stopped_by is not None
 
-    def _loss(self, step: int) -> Tensor:
-        batch = self.feed.batch(step)
-        logits_BQV = evaluate.forward(self.model, batch, self.train.dtype)
-        return F.cross_entropy(logits_BQV.flatten(0, 1), batch.target_BQ.flatten())
-
     def advance(self) -> None:
         """One update, and whatever falls due after it."""
-        loss = self._loss(self.step)
-        loss.backward()
-        self.norms[self.unread] = self.optimiser.step(self.train.lr_at(self.step, self.steps), loss.detach())
-        self.losses[self.unread] = loss.detach()
-        self.tokens += self.feed.batch(self.step).tokens_BT.numel()
+        batch = self.feed.batch(self.step)
+        loss = micro.backward(self.model, batch, self.train.dtype, self.micro_batch)
+        self.norms[self.unread] = self.optimiser.step(self.train.lr_at(self.step, self.steps), loss)
+        self.losses[self.unread] = loss
+        self.tokens += batch.tokens_BT.numel()
         self.step += 1
         self.unread += 1
         last = self.step == self.steps
@@ -320,7 +323,8 @@ class _Run:
     def _diverge(self, step: int) -> None:
         """The guard has kept the weights from before update `step`, so the update can be looked at again."""
         self.stopped_by = "diverged"
-        self.diverged = {"step": step + 1, **diagnose.find(self.model, lambda: self._loss(step))}
+        place = micro.diagnose_parts(self.model, self.feed.batch(step), self.train.dtype, self.micro_batch)
+        self.diverged = {"step": step + 1, **place}
 
     def _validate(self) -> None:
         if self.unread:
@@ -351,6 +355,8 @@ class _Run:
         tensors |= {f"best.{name}": value for name, value in self.best.items()}
         tensors |= {"unread.losses": self.losses, "unread.norms": self.norms, "unread.bad": self.optimiser.bad}
         meta = {"step": self.step, "tokens": self.tokens, "unread": self.unread, "metrics": dict(self.metrics)}
+        if self.micro_batch is not None:
+            meta["micro_batch"] = self.micro_batch
         if self.best:
             meta["best_scores"] = self.best_scores
         return Snapshot(self.step, {name: value.detach().clone() for name, value in tensors.items()}, meta)
@@ -393,4 +399,5 @@ class _Run:
             stopped_by,
             self.diverged,
             snapshot,
+            self.micro_batch,
         )

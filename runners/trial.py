@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
+import gc
 import json
 import math
 import os
@@ -24,13 +26,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runners import checkpoints
+from runners import checkpoints, split
+from runners.owner import Owner
 from runners.schema import SCHEMA_VERSION, EvalSlice, Failure, Job, Outcome, Status
 from runners.stamp import stamp
 from runners.store import last_attempt, read_json, read_sealed, seal, write_json, write_text
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 _POLL_S = 0.5
+WORKER_FILE = "worker.json"
+"""In an attempt's folder: the process that runs it."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,13 @@ class Engine:
     load_model: Callable[..., Any]
     evaluate: Callable[..., dict[str, float]]
     snapshot: Callable[..., Any]
+    batch_rows: Callable[..., int]
 
 
 def load_engine() -> Engine:
     from runners import evaluate, train
 
-    return Engine(train.fit, train.load_model, evaluate.run, train.Snapshot)
+    return Engine(train.fit, train.load_model, evaluate.run, train.Snapshot, train.batch_rows)
 
 
 @functools.cache
@@ -93,7 +99,7 @@ def run_job(job: Job, *, progress: Progress | None = None, should_stop: Callable
 
 
 def _attempt(job: Job, attempt: Path, work: _Work) -> Outcome:
-    failure = error = None
+    failure = error = rows = None
     try:
         status = work.run()
     except (LeaseLostError, KeyboardInterrupt) as stop:
@@ -102,7 +108,10 @@ def _attempt(job: Job, attempt: Path, work: _Work) -> Outcome:
         status, failure, error = Status.FAILED, classify(problem), one_line(problem)
         with contextlib.suppress(OSError):
             write_text(attempt / "error.txt", traceback.format_exc())
-    return Outcome(job.trial.id, job.attempt, status, failure, error)
+    if failure == Failure.OOM:
+        free_memory()  # only now: the error held on to all that was on its way
+        rows = work.rows_at_once
+    return Outcome(job.trial.id, job.attempt, status, failure, error, rows)
 
 
 def read_outcome(folder: Path, trial_id: str, attempt: int) -> Outcome | None:
@@ -111,13 +120,22 @@ def read_outcome(folder: Path, trial_id: str, attempt: int) -> Outcome | None:
     if not isinstance(row, dict):
         return None
     failure = Failure(row["failure"]) if row["failure"] else None
-    return Outcome(trial_id, attempt, Status(row["status"]), failure, row["error"])
+    return Outcome(trial_id, attempt, Status(row["status"]), failure, row["error"], row.get("micro_batch"))
 
 
 def write_outcome(attempt: Path, outcome: Outcome) -> None:
     """Keep how an attempt ended, so that a lost message or a lost ledger loses nothing."""
     row = {"status": outcome.status, "failure": outcome.failure, "error": outcome.error, "time": time.time()}
-    write_json(attempt / "outcome.json", row)
+    write_json(attempt / "outcome.json", row | {"micro_batch": outcome.micro_batch})
+
+
+def free_memory() -> None:
+    """Give back what a failed training held. A worker of its own ends anyway; the inline executor goes on here."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def classify(problem: BaseException) -> Failure:
@@ -171,6 +189,8 @@ class _Work:
         self._committed = 0
         self._looked = self._told = 0.0
         self._stop = False
+        self.rows_at_once: int | None = None
+        """Rows that are trained at once; None before the training and after it."""
 
     def run(self) -> Status:
         import torch
@@ -180,6 +200,8 @@ class _Work:
         self.device = torch.device(job.device)
         torch.set_num_threads(job.threads)
         keep_freed_memory()
+        me = dataclasses.asdict(Owner.me())
+        write_json(self.folder / "attempts" / str(job.attempt) / WORKER_FILE, me, durable=False)
         self.log(
             f"attempt {job.attempt} of trial {job.trial.id}, process {os.getpid()}, {job.device}, seed {job.trial.seed}"
         )
@@ -214,15 +236,22 @@ class _Work:
             self._set_aside("result.json")
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        start = self._resume()
+        micro_batch = split.smaller(self.job.micro_batch, start.meta.get("micro_batch") if start else None)
+        self.rows_at_once = micro_batch or self.engine.batch_rows(self.job.trial)
+        if micro_batch:
+            self.log(f"training {micro_batch} rows at once, the same batch in all")
         fit = self.engine.fit(
             self.job.trial,
             device=self.device,
-            start=self._resume(),
+            start=start,
             commit=self._commit,
             progress=self._progress,
             should_stop=self._should_stop,
             checkpoint_every_s=self.job.checkpoint_every_s,
+            micro_batch=micro_batch,
         )
+        self.rows_at_once = None
         if fit.status == "interrupted":
             self.log(f"stopped at step {fit.step}")
             return None, None
@@ -307,6 +336,8 @@ class _Work:
                 "stopped_by": fit.stopped_by,
                 "diverged": diverged,
                 "peak_mem_bytes": peak_mem_bytes(self.job.device),
+                "micro_batch": fit.micro_batch,
+                "oom_at": split.tried(self.folder),
                 "stamp": self._stamp(),
             }
         )

@@ -120,8 +120,6 @@ def not_there_yet(plan: Plan, catalog: Catalog | None = None) -> list[str]:
     gpu = plan.resources.get("gpu")
     if gpu == "auto" or (isinstance(gpu, float) and gpu != int(gpu)):
         found.append(f"resources.gpu: {gpu} (several trials on one GPU)")
-    if plan.retry.get("oom") == "split":
-        found.append("retry.oom: split (a smaller micro-batch after running out of memory)")
     distributions = [path for path in _item_searches(spec) if "search" not in spec]
     found += [f"a distribution in an item ({path})" for path in distributions]
     later = (catalog or Catalog()).block("model").literals.get("NOT_YET", {})

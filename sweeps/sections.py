@@ -26,9 +26,13 @@ SECTIONS = {
         alone=("bool", "nothing else runs on the machine meanwhile, for timing"),
     ),
     "retry": _section(
-        oom=("int | Literal['split']", "out of memory: split = halve the micro-batch at the same global batch"),
-        infra=("int", "times a trial is run again after its worker or machine failed (count)"),
-        error=("int", "times a trial is run again after an error of its own (count)"),
+        oom=(
+            "int | Literal['split']",
+            "out of memory: split (the default) = fewer rows at once, the same batch",
+        ),
+        infra=("int", "times a trial is run again after its worker or machine failed (count; 3 by default)"),
+        error=("int", "times a trial is run again after an error of its own (count; 0 by default)"),
+        hang=("float", "seconds without progress after which a worker is killed; 0 = never (1800 by default)"),
     ),
     "budget": _section(
         gpu_hours=("float", "GPU time after which no trial is started (hours)"),

@@ -25,9 +25,12 @@ class Fake:
     trained: list[str] = field(default_factory=list)
     started_at: list[int] = field(default_factory=list)
     evaluated: list[str] = field(default_factory=list)
+    fits: int = 10**9
+    """Rows at once that fit into memory."""
+    sizes: list[int | None] = field(default_factory=list)
 
     def engine(self) -> Engine:
-        return Engine(self.fit, self.load_model, self.evaluate, Snapshot)
+        return Engine(self.fit, self.load_model, self.evaluate, Snapshot, lambda trial: trial.train["batch_size"])
 
     def fit(
         self,
@@ -39,33 +42,38 @@ class Fake:
         progress: Callable[..., None],
         should_stop: Callable[[], bool],
         checkpoint_every_s: float,
+        micro_batch: int | None = None,
     ) -> Fit:
         steps, lr = trial.train["steps"], trial.train["lr"]
         weight = start.tensors["model.w"].clone() if start else torch.full((3,), float(trial.seed))
         step = start.step if start else 0
         self.trained.append(trial.id)
         self.started_at.append(step)
+        self.sizes.append(micro_batch)
+        size = {"micro_batch": micro_batch} if micro_batch else {}
         points: list[Point] = []
         while step < steps:
             if should_stop():
-                snapshot = Snapshot(step, {"model.w": weight}, {})
+                snapshot = Snapshot(step, {"model.w": weight}, size)
                 commit(snapshot, points)
                 return Fit("interrupted", step, {}, 3, step, "interrupted", None, snapshot)
             self.before_step(trial, step)
+            if (micro_batch or trial.train["batch_size"]) > self.fits:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
             time.sleep(self.step_s)
             weight = weight + lr
             step += 1
             points.append(Point(step, {"train/loss": float(weight[0]), "train/bad": float("nan")}))
             progress(step, steps, points[-1].metrics)
             if step % self.commit_every == 0 and step < steps:
-                commit(Snapshot(step, {"model.w": weight}, {}), points)
+                commit(Snapshot(step, {"model.w": weight}, size), points)
                 points = []
         snapshot = Snapshot(step, {"model.w": weight}, {"inf": float("inf")})
         commit(snapshot, points)
         metrics = {"train/loss": float(weight[0]), "valid/accuracy": 0.5, "bad": float("inf")}
         if trial.seed in self.diverge:
             return Fit("diverged", step, metrics, 3, step, "diverged", {"step": step, "loss": float("nan")}, snapshot)
-        return Fit("complete", step, metrics, 3, step * 8, "steps", None, snapshot)
+        return Fit("complete", step, metrics, 3, step * 8, "steps", None, snapshot, micro_batch)
 
     def load_model(self, trial: Trial, snapshot: Snapshot, device: torch.device) -> torch.Tensor:
         return snapshot.tensors["model.w"]

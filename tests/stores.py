@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from runners import record
-from runners.store import Store
+from runners.store import Store, read_points
 
 
 @functools.cache
@@ -23,3 +23,8 @@ def make(root: Path) -> Store:
     store = Store.create(root)
     shutil.copy(_template() / "mlflow.db", store.root / "mlflow.db")
     return store
+
+
+def points(store: Store, trial_id: str) -> list[tuple[int, dict[str, float], float]]:
+    """The committed points of a trial."""
+    return list(read_points(store.trial_folder(trial_id)))

@@ -49,6 +49,7 @@ def fit(
     should_stop: Callable[[], bool] = lambda: False,
     every_s: float = 1e9,
     device: torch.device = CPU,
+    micro_batch: int | None = None,
 ) -> Fit:
     return training.fit(
         of,
@@ -58,6 +59,7 @@ def fit(
         progress=lambda *_: None,
         should_stop=should_stop,
         checkpoint_every_s=every_s,
+        micro_batch=micro_batch,
     )
 
 
