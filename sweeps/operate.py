@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from runners.schema import Exit, Plan, Status, UserError
+from sweeps import again, stores
 
 if TYPE_CHECKING:
     from dashboards.report import Report
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 STORE_VARIABLE = "MEMSWEEP_STORE"
 
 StoreOption = Annotated[
-    Path,
+    Path | None,
     typer.Option(
         "--store",
         envvar=STORE_VARIABLE,
         help="Folder that holds trials, ledger and MLflow's files.",
-        show_default="./memsweep-runs",
+        show_default="./memsweep-runs; by name also one you launched in",
     ),
 ]
 SpecArgument = Annotated[str, typer.Argument(help="Spec file, or the name of a shipped one.", show_default=False)]
@@ -61,8 +62,6 @@ UriOption = Annotated[
 ReportOption = Annotated[bool, typer.Option("--report/--no-report", help="Write the report at the end.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
-DEFAULT_STORE = Path("memsweep-runs")
-
 
 def add_commands(app: typer.Typer) -> None:
     """Register this file's commands on the command line."""
@@ -75,7 +74,7 @@ def launch(
     profile: ProfileOption = None,
     sets: SetOption = None,
     only: OnlyOption = None,
-    store: StoreOption = DEFAULT_STORE,
+    store: StoreOption = None,
     executor: ExecutorOption = "ray",
     jobs: JobsOption = None,
     tracking_uri: UriOption = None,
@@ -89,36 +88,39 @@ def launch(
     if missing:
         raise UserError("this version cannot launch the sweep yet:\n" + "\n".join(f"  {line}" for line in missing))
     selected = planning.select(plan, only) if only else None
-    _run(plan, selected, store, executor, jobs, tracking_uri, with_report=with_report)
+    _run(plan, selected, stores.here(store), executor, jobs, tracking_uri, with_report=with_report)
 
 
 def resume(
     name: NameArgument,
     failed: Annotated[bool, typer.Option("--failed", help="Only trials that failed.")] = False,
-    unfinished: Annotated[bool, typer.Option("--unfinished", help="Only trials that never ended.")] = False,
+    unfinished: Annotated[bool, typer.Option("--unfinished", help="Only trials that have not ended.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Both (the default).")] = False,
     only: OnlyOption = None,
-    store: StoreOption = DEFAULT_STORE,
+    store: StoreOption = None,
     executor: ExecutorOption = "ray",
     jobs: JobsOption = None,
     tracking_uri: UriOption = None,
     with_report: ReportOption = True,
 ) -> None:
-    """Go on with a sweep by its name: its latest revision, from the store alone."""
+    """Go on with a sweep by its name, from any folder: its latest revision, from the store alone."""
     from runners import driver
     from runners.store import Store
     from sweeps import plan as planning
 
-    if failed + unfinished + everything > 1:
-        raise UserError("give one of --failed, --unfinished and --all")
-    _, plan = Store.open(store).plan(name)
-    selected = planning.select(plan, only) if only else frozenset(member.trial.id for member in plan.members)
-    if failed or unfinished:
-        trials = driver.status(store, name)[0].trials
-        wanted = {t.trial for t in trials if (t.status == Status.FAILED) == failed and not Status(t.status).is_done}
-        selected &= wanted
-        print(f"{len(selected)} trials are {'failed' if failed else 'unfinished'} and run again")
-    _run(plan, selected, store, executor, jobs, tracking_uri, with_report=with_report)
+    folder = stores.find(store, name)
+    _, plan = Store.open(folder).plan(name)
+    sweep = driver.status(folder, name)[0]
+    chosen = again.choose(sweep, failed=failed, unfinished=unfinished, everything=everything)
+    part = chosen if failed or unfinished else None  # all: what is not planned yet too
+    if only:
+        part = planning.select(plan, only) & chosen
+    try:
+        _run(plan, part, folder, executor, jobs, tracking_uri, with_report=with_report)
+    except typer.Exit as end:
+        if end.exit_code == Exit.OK and not only and again.left_failed(sweep, chosen):
+            raise typer.Exit(Exit.FAILED) from end
+        raise
 
 
 def _run(
@@ -138,6 +140,7 @@ def _run(
     print(f"{plan.sweep}: {plan.question}" if plan.question else plan.sweep)
     for note in plan.notes:
         print(f"note: {note}")
+    stores.remember(store)
     summary = driver.launch(
         plan,
         store=store,
@@ -201,13 +204,14 @@ def status(
     name: Annotated[str | None, typer.Argument(help="One sweep; all without it.", show_default=False)] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show again every 2 s until Ctrl-C.")] = False,
     as_json: JsonOption = False,
-    store: StoreOption = DEFAULT_STORE,
+    store: StoreOption = None,
 ) -> None:
     """Where each sweep stands. Only reads: safe while a driver runs."""
     from runners import driver
 
+    folder = stores.find(store, name)
     while True:
-        found = driver.status(store, name)
+        found = driver.status(folder, name)
         if as_json:
             print(json.dumps([asdict(sweep) for sweep in found], indent=1, default=str))
         else:
@@ -216,7 +220,7 @@ def status(
             for sweep in found:
                 _print_status(sweep, trials=name is not None)
             if not found:
-                print(f"no sweeps in {store}")
+                print(f"no sweeps in {folder}")
         if not watch:
             return
         sys.stdout.flush()
@@ -230,6 +234,8 @@ def _print_status(sweep: SweepStatus, *, trials: bool) -> None:
         print(f"  driver: {line}")
     if sweep.backlog:
         print(f"  MLflow is behind: {sweep.backlog}")
+    for line in again.failures(sweep):
+        print(line)
     if trials:
         from rich.console import Console
         from rich.table import Table
@@ -254,24 +260,24 @@ def _status_row(trial: TrialStatus) -> tuple[str, ...]:
 def report(
     name: NameArgument,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for it.", show_default="in the store")] = None,
-    store: StoreOption = DEFAULT_STORE,
+    store: StoreOption = None,
     tracking_uri: UriOption = None,
 ) -> None:
     """Write a sweep's report: tables, figures, one self-contained HTML."""
-    _print_report(_write_report(store, name, out, tracking_uri))
+    _print_report(_write_report(stores.find(store, name), name, out, tracking_uri))
 
 
 def export(
     name: NameArgument,
     form: Annotated[str, typer.Option("--format", "-f", help="csv, parquet, latex or md.")] = "csv",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File.", show_default="standard output")] = None,
-    store: StoreOption = DEFAULT_STORE,
+    store: StoreOption = None,
 ) -> None:
     """Hand a sweep's results on: every trial as CSV or Parquet, the cells as LaTeX or Markdown."""
     from dashboards import export as exporting
     from runners.store import Store
 
-    opened = Store.open(store)
+    opened = Store.open(stores.find(store, name))
     data = exporting.export(opened.plan(name)[1], opened.root, form)
     if out is None:
         if form == "parquet" and sys.stdout.isatty():
@@ -287,7 +293,7 @@ def export(
 
 
 def ui(
-    store: StoreOption = DEFAULT_STORE,
+    store: StoreOption = None,
     port: Annotated[int | None, typer.Option("--port", help="Port.", show_default="5000, or a free one")] = None,
     tracking_uri: UriOption = None,
 ) -> None:
@@ -296,10 +302,11 @@ def ui(
     from runners import record
     from runners.store import Store
 
-    line, extra = uis.command(store, port, tracking_uri)
+    folder = stores.find(store)
+    line, extra = uis.command(folder, port, tracking_uri)
     address = uis.address(line)
     print(f"MLflow UI: {address} (Ctrl-C ends it; it takes some seconds to answer)")
-    opened = Store.open(store)
+    opened = Store.open(folder)
     for name in opened.sweeps():
         view = record.view_path(opened, name, tracking_uri=tracking_uri)
         if view:
@@ -311,14 +318,18 @@ def ui(
 def sync(
     name: Annotated[str | None, typer.Argument(help="One sweep; all without it.", show_default=False)] = None,
     restore: Annotated[bool, typer.Option("--restore", help="Make runs again that were deleted in the UI.")] = False,
-    store: StoreOption = DEFAULT_STORE,
+    store: StoreOption = None,
     tracking_uri: UriOption = None,
 ) -> None:
     """Rebuild MLflow from the ledger, or catch it up."""
     from runners import driver
 
     sent = driver.sync(
-        store, name, tracking_uri=tracking_uri, restore=restore, say=lambda line: print(line, flush=True)
+        stores.find(store, name),
+        name,
+        tracking_uri=tracking_uri,
+        restore=restore,
+        say=lambda line: print(line, flush=True),
     )
     for sweep, runs in sent.items():
         print(f"{sweep}: {runs} runs written")
@@ -327,18 +338,19 @@ def sync(
 
 
 def doctor(
-    store: StoreOption = DEFAULT_STORE,
+    store: StoreOption = None,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Make the ledger anew from the trial folders.")] = False,
 ) -> None:
     """Check this installation, this machine and the store."""
     from runners import driver
     from sweeps import environment
 
-    findings = [*environment.check(), *(driver.doctor(store, rebuild=rebuild) if store.exists() else [])]
+    folder = stores.here(store)
+    findings = [*environment.check(), *(driver.doctor(folder, rebuild=rebuild) if folder.exists() else [])]
     for found in findings:
         mark = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}[found.level]
         print(f"{mark} {found.what}" + (f"\n        {found.remedy}" if found.remedy else ""))
-    if not store.exists():
-        print(f"note    no store at {store} yet: the first launch makes it")
+    if not folder.exists():
+        print(f"note    no store at {folder} yet: the first launch makes it")
     if any(found.level == "problem" for found in findings):
         raise typer.Exit(Exit.ENVIRONMENT)

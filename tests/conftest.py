@@ -1,6 +1,7 @@
 """What every test shares: one thread, the Triton interpreter where there is no card, poisoned memory on request."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before anything asks a hub: no test may touch the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Commands remember the stores that they launch in: not those of tests.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="memsweep-test-state-")
 
 import postgres
 import pytest
