@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Small torch operations run ten times slower when several threads share two cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help run test check format clean
+.PHONY: help run test chaos check format clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -14,6 +14,9 @@ run: .venv/.run  ## install, then run the main job: sweep launch specs/capacity.
 
 test: .venv/.test check  ## install, then lint, type-check and run the test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+chaos: .venv/.test  ## five sweeps of 24 trials, each with ten SIGKILLs of workers, drivers and nodes, against an undisturbed one
+	$(BIN)/python tests/chaos.py --rounds 5 --kills 10
 
 check: .venv/.test  ## lint, types and layers only
 	$(BIN)/ruff check .

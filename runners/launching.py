@@ -8,6 +8,8 @@ drops.
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import signal
 import threading
 import time
@@ -31,7 +33,8 @@ from runners.watch import Watch
 Say = Callable[[str], None]
 """Takes one line for the user (no line break). Nothing here prints by itself."""
 
-CHECKPOINT_EVERY_S = 60.0
+CHECKPOINT_VARIABLE = "MEMSWEEP_CHECKPOINT_S"
+"""Environment variable with the seconds between a trial's checkpoints; 60 without it. It changes no number."""
 _LOOK_ELSEWHERE_S = 2.0
 
 
@@ -62,6 +65,17 @@ class Summary:
     seconds: float = 0.0
     backlog: str | None = None
     """Why MLflow is not up to date, or None if it is."""
+
+
+def _checkpoint_every_s() -> float:
+    given = os.environ.get(CHECKPOINT_VARIABLE, "60")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise UserError(f"{CHECKPOINT_VARIABLE}={given}: seconds between checkpoints, as 60", Exit.ENVIRONMENT)
+    return seconds
 
 
 class Launch:
@@ -96,6 +110,7 @@ class Launch:
         self._signal: str | None = None
         self._looked = 0.0
         self._began = time.monotonic()
+        self._checkpoint_every_s = _checkpoint_every_s()
         self.revision = 0
 
     def run(self, executor: str, tracking_uri: str | None, tty: bool) -> Summary:
@@ -258,7 +273,7 @@ class Launch:
             folder=str(folder),
             device=self.given.device,
             threads=self.given.threads,
-            checkpoint_every_s=CHECKPOINT_EVERY_S,
+            checkpoint_every_s=self._checkpoint_every_s,
             micro_batch=rows,
         )
 
