@@ -8,11 +8,12 @@ from pathlib import Path
 
 from sqlalchemy.exc import OperationalError
 
+from runners.budget import Budget
 from runners.launching import Failed, Launch, Say, Summary
 from runners.ledger import Ledger
 from runners.overview import SweepStatus, TrialStatus, doctor, status
 from runners.owner import Owner
-from runners.resources import share
+from runners.resources import Share, share
 from runners.schema import Exit, Plan, UserError
 from runners.store import Store
 from runners.survey import survey
@@ -31,10 +32,12 @@ def launch(
     failed: bool = True,
     say: Say = print,
     tty: bool = False,
+    for_s: float | None = None,
 ) -> Summary:
     """Run what is missing of `plan` and return when every selected trial has ended, here or in another driver.
 
     `only` = trial ids; `failed` = also run again what failed before; `tty` = a live line instead of one in 10 s.
+    `for_s` = seconds after which it stops at a checkpoint, as it does when the plan's budget is spent: exit code 4.
     Raises `UserError` where nothing can be run, or where store or ledger fail meanwhile. SIGINT, SIGTERM and SIGHUP
     end it at a checkpoint, exit code 130.
     """
@@ -49,7 +52,8 @@ def launch(
     owner = Owner.me()
     ledger.register(owner)
     try:
-        return Launch(plan, opened, ledger, owner, given, only, failed, say).run(executor, tracking_uri, tty)
+        budget = _budget(plan, given, for_s, say)
+        return Launch(plan, opened, ledger, owner, given, only, failed, say, budget).run(executor, tracking_uri, tty)
     except BrokenPipeError:
         raise  # whoever read what `say` printed has gone
     except (OSError, OperationalError) as error:
@@ -64,6 +68,12 @@ def launch(
         with contextlib.suppress(Exception):
             ledger.leave(owner)
         ledger.close()
+
+
+def _budget(plan: Plan, given: Share, for_s: float | None, say: Say) -> Budget:
+    if plan.budget.get("gpu_hours") is not None and not given.gpu:
+        say("note: budget.gpu_hours: trials run on the CPU here, which counts as 0 GPU-hours")
+    return Budget.of(plan.budget, for_s)
 
 
 def sync(

@@ -8,6 +8,7 @@ drops.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -20,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from runners import split, watch
+from runners.budget import Allowance, Budget, Span
 from runners.ledger import LEASE_S, RENEW_S, Ledger
 from runners.owner import Owner
 from runners.progress import Display, Pace, Tally
-from runners.resources import Share, make_executor
+from runners.resources import Share, make_executor, remember
 from runners.retry import Retries, is_disk_full
 from runners.schema import Exit, Failure, Job, Member, Outcome, Plan, Status, UserError
 from runners.store import Store
 from runners.survey import Found, Need, counts, need, survey
+from runners.trial import began
 from runners.watch import Watch
 
 Say = Callable[[str], None]
@@ -65,6 +68,8 @@ class Summary:
     seconds: float = 0.0
     backlog: str | None = None
     """Why MLflow is not up to date, or None if it is."""
+    stopped: str | None = None
+    """Which limit of time or budget ended it early, or None."""
 
 
 def _checkpoint_every_s() -> float:
@@ -91,8 +96,11 @@ class Launch:
         only: frozenset[str] | None,
         failed: bool,
         say: Say,
+        budget: Budget | None = None,
     ) -> None:
         self.plan, self.store, self.ledger, self.owner = plan, store, ledger, owner
+        spans = functools.partial(ledger.spans, plan.sweep, without=owner.uuid)
+        self.allowance = Allowance(budget or Budget(), spans, self._own_spans)
         self.given, self.only, self.failed, self.say = given, only, failed, say
         self._lock = threading.RLock()
         self._queue: deque[Member] = deque()
@@ -107,6 +115,8 @@ class Launch:
         self._worked = 0
         self._pace = Pace()
         self._stopped_by: str | None = None
+        self._why: str | None = None
+        self._beyond_budget: dict[str, str] = {}
         self._signal: str | None = None
         self._looked = 0.0
         self._began = time.monotonic()
@@ -135,6 +145,7 @@ class Launch:
             self.say(f"taking over from {owner}, which ended without a word")
         self.revision, is_new = self.store.freeze(self.plan)
         self.ledger.record_plan(self.plan, self.revision)
+        remember(self.store.revision_folder(self.plan.sweep, self.revision), self.given)
         if is_new and self.revision > 1:
             self._tell_dropped()
         found = survey(self.store, self.ledger, self.plan, self.revision, self.only)
@@ -199,6 +210,9 @@ class Launch:
                 runner.run(self.next_job, self.done, should_stop=self.should_stop, tick=self.tick)
                 self._look_elsewhere()
                 if not self._queue and not self._elsewhere:
+                    if self._beyond_budget:
+                        why = next(iter(self._beyond_budget.values()))
+                        self._stop_for_budget(f"{len(self._beyond_budget)} trials are not begun: {why}")
                     return
                 if not self._queue:
                     self.tick()
@@ -208,6 +222,8 @@ class Launch:
         return self._stopped_by is not None
 
     def tick(self) -> None:
+        if not self._stopped_by and (why := self.allowance.reason()):
+            self._stop_for_budget(why)
         if self._signal:
             self.say(f"{self._signal}: stopping at a checkpoint; the same command goes on from there (again: at once)")
             self._signal = None
@@ -230,6 +246,17 @@ class Launch:
             done = "its worker was killed" if is_killed else "its worker is out of reach from here"
             self.say(f"{member.cell}, seed {member.trial.seed}: {why}; {done}")
 
+    def _stop_for_budget(self, why: str) -> None:
+        self._stopped_by, self._why = "budget", why
+        self.say(f"{why}: stopping at a checkpoint" if self._running else why)
+
+    def _own_spans(self) -> list[Span]:
+        """The trials at work here now; one that waits for its worker costs nothing yet."""
+        with self._lock:
+            running = [(trial_id, attempt) for trial_id, (_, _, attempt) in self._running.items()]
+        starts = [(trial_id, began(self.store.trial_folder(trial_id), attempt)) for trial_id, attempt in running]
+        return [Span(trial_id, start, None, self.given.gpu) for trial_id, start in starts if start is not None]
+
     def next_job(self) -> Job | None:
         """Claim the next trial that is free. None if there is none for now."""
         with self._lock:
@@ -246,7 +273,9 @@ class Launch:
         if self._is_done_elsewhere(member):
             self._done += 1
             return None
-        attempt = self.ledger.claim(trial_id, self.owner, above=self.store.last_attempt(trial_id))
+        if not self._may_begin(member):
+            return None
+        attempt = self.ledger.claim(trial_id, self.owner, above=self.store.last_attempt(trial_id), gpu=self.given.gpu)
         if attempt is None:
             self._elsewhere[trial_id] = member
             return None
@@ -258,7 +287,7 @@ class Launch:
         try:
             self.store.check_settings(member.trial)
         except UserError:
-            self._finish(member, Outcome(trial_id, attempt, Status.INTERRUPTED))
+            self._finish(member, Outcome(trial_id, attempt, Status.INTERRUPTED, seconds=0.0))
             self._stopped_by = "collision"
             raise
         self._running[trial_id] = (member, missing, attempt)
@@ -275,7 +304,17 @@ class Launch:
             threads=self.given.threads,
             checkpoint_every_s=self._checkpoint_every_s,
             micro_batch=rows,
+            gpu=self.given.gpu,
         )
+
+    def _may_begin(self, member: Member) -> bool:
+        """Whether `budget.max_trials` lets this trial be begun; one that was begun before goes on."""
+        if self.allowance.budget.max_trials is None or self.store.last_attempt(member.trial.id):
+            return True
+        too_many = self.allowance.budget.too_many(self.ledger.begun(self.plan.sweep))
+        if too_many:
+            self._beyond_budget[member.trial.id] = too_many
+        return too_many is None
 
     def _is_done_elsewhere(self, member: Member) -> bool:
         """Whether another driver has finished the trial since the launch began: then it needs no attempt of ours."""
@@ -419,6 +458,7 @@ class Launch:
         totals = counts(found)
         is_whole = sum(item.need == Need.NOTHING for item in found) == len(found)
         stops = {"signal": Exit.INTERRUPTED, "lease": Exit.ENVIRONMENT, "disk": Exit.ENVIRONMENT}
+        stops["budget"] = Exit.OK if is_whole else Exit.STOPPED
         code = stops.get(self._stopped_by or "", Exit.OK if is_whole else Exit.FAILED)
         return Summary(
             self.plan.sweep,
@@ -431,4 +471,5 @@ class Launch:
             exit_code=code,
             seconds=time.monotonic() - self._began,
             backlog=backlog,
+            stopped=None if is_whole else self._why,
         )

@@ -26,6 +26,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
+from runners.budget import Span
 from runners.owner import Owner
 from runners.schema import SCHEMA_VERSION, Exit, Outcome, Plan, Status, UserError
 from runners.store import Store, read_json
@@ -76,7 +77,7 @@ sweep_t = _table("sweep", "name", "question")
 revision_t = _table("revision", "sweep number#", "spec_hash", times="created")
 membership_t = _table("membership", "sweep revision# trial", "arm cell", "position")
 trial_t = _table("trial", "id", "status owner failure error", "attempt", "expires updated")
-attempt_t = _table("attempt", "trial number#", "owner status failure error", times="started ended")
+attempt_t = _table("attempt", "trial number#", "owner status failure error", times="started ended gpu")
 evaluation_t = _table("evaluation", "trial slice", times="done")
 projector_t = _table("projector", "uri experiment", "marker owner problem", times="expires")
 projection_t = _table("projection", "uri experiment trial", "run sent", "step")
@@ -139,6 +140,7 @@ class Ledger:
                 # "create if missing" fails where two drivers do it at once; SQLite's BEGIN has locked already.
                 db.exec_driver_sql("select pg_advisory_xact_lock(7236)")
             _tables.create_all(db)
+            _add_columns(db)
             db.execute(self._insert(store_t), {"uuid": store_uuid, "schema_version": SCHEMA_VERSION})
             rows = db.execute(sa.select(store_t)).all()
         other = [row.uuid for row in rows if row.uuid != store_uuid]
@@ -249,6 +251,22 @@ class Ledger:
         with self._read() as db:
             return [dict(row) for row in db.execute(query).mappings()]
 
+    def spans(self, sweep: str, without: str = "") -> list[Span]:
+        """What the sweep's trials took, all revisions and attempts; without what the owner `without` runs now."""
+        ours = sa.select(membership_t.c.trial).where(membership_t.c.sweep == sweep)
+        columns = (attempt_t.c.trial, attempt_t.c.started, attempt_t.c.ended, attempt_t.c.gpu)
+        running_there = attempt_t.c.ended.is_(None) & (attempt_t.c.owner == without)
+        query = sa.select(*columns).where(attempt_t.c.trial.in_(ours), attempt_t.c.started.is_not(None), ~running_there)
+        with self._read() as db:
+            return [Span(trial, started, ended, gpu or 0.0) for trial, started, ended, gpu in db.execute(query)]
+
+    def begun(self, sweep: str) -> int:
+        """How many of the sweep's trials were ever begun, all revisions."""
+        ours = sa.select(membership_t.c.trial).where(membership_t.c.sweep == sweep)
+        count = sa.func.count(sa.distinct(attempt_t.c.trial))
+        with self._read() as db:
+            return int(db.execute(sa.select(count).where(attempt_t.c.trial.in_(ours))).scalar_one())
+
     def take_in(self, trial_id: str, status: Status, slices: Iterable[str]) -> None:
         """Copy what the folder says: a result, and which slices are evaluated."""
         where = (trial_t.c.id == trial_id) & (trial_t.c.status != status) & trial_t.c.owner.is_(None)
@@ -279,23 +297,25 @@ class Ledger:
         with self._write() as db:
             db.execute(sa.delete(driver_t).where(driver_t.c.uuid == owner.uuid))
 
-    def claim(self, trial_id: str, owner: Owner, *, above: int = 0) -> int | None:
+    def claim(self, trial_id: str, owner: Owner, *, above: int = 0, gpu: float = 0.0) -> int | None:
         """Take the trial for LEASE_S: the new attempt's number, or None if somebody holds it.
 
-        `above` is the highest attempt number seen in the folder: numbers only rise, even past a lost ledger.
+        `above` is the highest attempt number seen in the folder: numbers only rise, even past a lost ledger. `gpu` is
+        what the attempt counts for: cards, or the share of one.
         """
         last = sa.case((trial_t.c.attempt > above, trial_t.c.attempt), else_=above)
         free = trial_t.c.owner.is_(None) | (trial_t.c.expires < _Now())
         new: dict[str, Any] = {"owner": owner.uuid, "expires": _Now() + LEASE_S, "attempt": last + 1}
         new |= {"status": Status.RUNNING.value, "failure": None, "error": None, "updated": _Now()}
         with self._write() as db:
+            held_until = db.execute(sa.select(trial_t.c.expires).where(trial_t.c.id == trial_id)).scalar()
             if db.execute(sa.update(trial_t).where((trial_t.c.id == trial_id) & free).values(new)).rowcount != 1:
                 return None
             number = int(db.execute(sa.select(trial_t.c.attempt).where(trial_t.c.id == trial_id)).scalar_one())
             open_before = (attempt_t.c.trial == trial_id) & attempt_t.c.ended.is_(None)
-            gone = {"status": Status.INTERRUPTED.value, "ended": time.time()}
+            gone = {"status": Status.INTERRUPTED.value, "ended": _last_seen(held_until)}
             db.execute(sa.update(attempt_t).where(open_before).values(gone))
-            row = {"trial": trial_id, "number": number, "owner": owner.uuid, "started": time.time()}
+            row = {"trial": trial_id, "number": number, "owner": owner.uuid, "started": time.time(), "gpu": gpu}
             db.execute(self._insert(attempt_t), row | {"status": Status.RUNNING.value})
         return number
 
@@ -316,7 +336,10 @@ class Ledger:
         with self._write() as db:
             if db.execute(sa.update(trial_t).where(where).values(ended | free)).rowcount != 1:
                 return False
-            db.execute(sa.update(attempt_t).where(this).values({**ended, "ended": time.time()}))
+            now = time.time()
+            # The attempt began when its worker did, not when it was claimed: it may have waited for one.
+            worked = {"ended": now} | ({} if outcome.seconds is None else {"started": now - outcome.seconds})
+            db.execute(sa.update(attempt_t).where(this).values({**ended, **worked}))
             if done:
                 db.execute(self._insert(evaluation_t), done)
         return True
@@ -337,9 +360,11 @@ class Ledger:
         gone = {"status": Status.INTERRUPTED.value, "owner": None, "expires": None, "updated": _Now()}
         is_open = (attempt_t.c.owner == owner_uuid) & attempt_t.c.ended.is_(None)
         with self._write() as db:
-            db.execute(sa.update(trial_t).where(trial_t.c.owner == owner_uuid).values(gone))
-            ended = {"status": Status.INTERRUPTED.value, "ended": time.time()}
-            db.execute(sa.update(attempt_t).where(is_open).values(ended))
+            held = trial_t.c.owner == owner_uuid
+            ended = _last_seen(db.execute(sa.select(sa.func.max(trial_t.c.expires)).where(held)).scalar())
+            db.execute(sa.update(trial_t).where(held).values(gone))
+            is_gone = {"status": Status.INTERRUPTED.value, "ended": ended}
+            db.execute(sa.update(attempt_t).where(is_open).values(is_gone))
             mine = projector_t.c.owner == owner_uuid
             db.execute(sa.update(projector_t).where(mine).values(owner=None, expires=None))
 
@@ -448,9 +473,26 @@ def _attempt_row(folder: Path, trial_id: str, number: int) -> dict[str, Any] | N
     if not (folder / "attempts" / str(number)).is_dir():
         return None
     outcome = read_json(folder / "attempts" / str(number) / "outcome.json") or {}
-    row = {name: outcome.get(name) for name in ("failure", "error")}
-    status = outcome.get("status", Status.INTERRUPTED.value)
-    return {"trial": trial_id, "number": number, "status": status, "ended": outcome.get("time"), **row}
+    row = {name: outcome.get(name) for name in ("failure", "error", "gpu")}
+    status, ended = outcome.get("status", Status.INTERRUPTED.value), outcome.get("time")
+    known = ended is not None and outcome.get("seconds") is not None
+    row["started"] = ended - outcome["seconds"] if known else None
+    return {"trial": trial_id, "number": number, "status": status, "ended": ended, **row}
+
+
+def _last_seen(expires: float | None) -> float:
+    """When a driver was surely at work for the last time, by the lease it held: a dead one spent nothing since."""
+    return time.time() if expires is None else min(time.time(), expires - LEASE_S + RENEW_S)
+
+
+def _add_columns(db: sa.Connection) -> None:
+    """Columns that a ledger made by an earlier version lacks."""
+    for table in _tables.sorted_tables:
+        there = {column["name"] for column in sa.inspect(db).get_columns(table.name)}
+        for column in table.columns:
+            if column.name not in there:
+                kind = column.type.compile(db.dialect)
+                db.execute(sa.DDL(f"alter table {table.name} add column {column.name} {kind}"))
 
 
 def _row(row: Any) -> Row:

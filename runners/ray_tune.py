@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from ray.tune.search import Searcher  # noqa: E402
 from runners.owner import Owner  # noqa: E402
 from runners.schema import EvalSlice, Failure, Job, Outcome, Status, Trial  # noqa: E402
 from runners.store import read_json, write_json, write_text  # noqa: E402
-from runners.trial import read_outcome, run_job, write_outcome  # noqa: E402
+from runners.trial import began, read_outcome, run_job, write_outcome  # noqa: E402
 
 JOB_FILE = "job.json"
 STOP_FILE = "stop"
@@ -162,10 +163,12 @@ def outcome_of(job: Job) -> Outcome:
     if outcome is None:
         attempt = folder / "attempts" / str(job.attempt)
         error = "the worker process died (killed from outside, or out of memory), or its folder took no outcome"
-        outcome = Outcome(job.trial.id, job.attempt, Status.FAILED, Failure.INFRA, error)
+        began_at = began(folder, job.attempt)
+        seconds = 0.0 if began_at is None else max(0.0, time.time() - began_at)
+        outcome = Outcome(job.trial.id, job.attempt, Status.FAILED, Failure.INFRA, error, seconds=seconds)
         with contextlib.suppress(OSError):  # a full disk may be why there is no word
             write_text(attempt / "error.txt", error + "\n")
-            write_outcome(attempt, outcome)
+            write_outcome(attempt, outcome, gpu=job.gpu)
             (folder / "progress.json").unlink(missing_ok=True)
     return outcome
 
@@ -223,7 +226,7 @@ class RayExecutor:
         self._start()
         if should_stop():
             tick()
-            done(Outcome(first.trial.id, first.attempt, Status.INTERRUPTED))
+            done(Outcome(first.trial.id, first.attempt, Status.INTERRUPTED, seconds=0.0))
             return
         tune_thread = threading.Thread(target=self._fit, args=(jobs,), name="tune", daemon=True)
         # Tune in a thread of its own: signals, lines and leases stay ours, and Tune leaves SIGINT alone.

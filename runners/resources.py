@@ -11,16 +11,36 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from runners.schema import Exit, Job, Outcome, UserError
+from runners.store import read_json, write_json
+
+LAUNCH_FILE = "launch.json"
+"""In a revision's folder: what its last launch was given besides the spec, for `sweep resume`."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is for trials: cores and usable GPUs of this machine, or of a cluster (`is_here` is then False)."""
+
+    cores: int
+    gpus: int
+    name: str = "this machine"
+    is_here: bool = True
 
 
 @dataclass(frozen=True)
 class Share:
-    """`slots` trials at once, each with `threads` CPU threads and `gpu` of a card; `gpus` cards in all."""
+    """`slots` trials at once, each with `threads` CPU threads and `gpu` of a card; `gpus` cards in all.
+
+    `packed`: trials share cards by what they are measured to need (`gpu: auto`), and `slots` is the most at once.
+    `jobs` is what the user asked for, if anything.
+    """
 
     slots: int
     threads: int
     gpus: int
     gpu: float
+    packed: bool = False
+    jobs: int | None = None
 
     @property
     def device(self) -> str:
@@ -28,6 +48,7 @@ class Share:
 
     def __str__(self) -> str:
         at_once = "1 trial at a time" if self.slots == 1 else f"{self.slots} trials at once"
+        at_once = f"at most {at_once}, as measured," if self.packed else at_once
         cards = f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}" if self.gpu else "CPU"
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         return f"{at_once} on {cards}, {threads} each"
@@ -46,33 +67,53 @@ class Executor(Protocol):
     ) -> None: ...
 
 
-def share(resources: Mapping[str, Any], executor: str, jobs: int | None) -> Share:
-    """What each trial gets on this machine. Raises `UserError` at once for what the machine cannot give.
+def here() -> Machine:
+    """This machine."""
+    return Machine(_cores(), gpu_count())
+
+
+def share(resources: Mapping[str, Any], executor: str, jobs: int | None, machine: Machine | None = None) -> Share:
+    """What each trial gets on `machine` (this one without it). Raises `UserError` at once for what it cannot give.
 
     Threads are those of the spec (`resources.cpu`, 1 without it), whatever the number of jobs: a sum over more threads
     rounds otherwise, and a trial's numbers must not depend on what else runs.
     """
-    asked = resources.get("gpu")
-    cards = gpu_count()
-    if asked not in (None, "auto", 0) and not cards:
-        raise UserError(f"resources.gpu is {asked}, but there is no usable GPU on this machine", Exit.ENVIRONMENT)
-    if isinstance(asked, int | float) and asked > 1:
-        raise UserError(f"resources.gpu is {asked}: one trial on several GPUs is not there yet; give 1 or less")
-    threads = int(resources.get("cpu") or 1)
-    cores = _cores()
-    if threads > cores:
-        raise UserError(f"resources.cpu is {threads}, but this machine has {cores} cores", Exit.ENVIRONMENT)
     if executor not in ("ray", "inline"):
         raise UserError(f"executor {executor!r}: it is ray or inline")
+    machine = machine or here()
+    asked, cards, threads = resources.get("gpu"), machine.gpus, int(resources.get("cpu") or 1)
+    if asked not in (None, "auto", 0) and not cards:
+        raise UserError(f"resources.gpu is {asked:g}, but there is no usable GPU on {machine.name}", Exit.ENVIRONMENT)
+    if isinstance(asked, int | float) and asked > 1:
+        raise UserError(f"resources.gpu is {asked:g}: one trial on several GPUs is not there yet; give 1 or less")
+    if threads > machine.cores:
+        raise UserError(f"resources.cpu is {threads}, but {machine.name} has {machine.cores} cores", Exit.ENVIRONMENT)
     is_alone = executor == "inline" or bool(resources.get("alone"))
+    fit = max(1, machine.cores // threads)
     if asked == 0 or not cards:
-        return Share(1 if is_alone else jobs or max(1, cores // threads), threads, 0, 0.0)
+        return Share(1 if is_alone else jobs or fit, threads, 0, 0.0, jobs=jobs)
+    if asked == "auto" and not is_alone and machine.is_here:
+        # Each trial's own process keeps a core busy with launching kernels: more trials than cores only wait.
+        return Share(min(jobs or fit, fit), threads, cards, 1.0, packed=True, jobs=jobs)
     gpu = float(asked) if isinstance(asked, int | float) else 1.0
     slots = 1 if is_alone else cards * math.floor(1 / gpu + 1e-9)
     if jobs and not is_alone:
         slots = jobs
         gpu = min(gpu, 1 / math.ceil(jobs / cards))
-    return Share(slots, threads, cards, gpu)
+    return Share(slots, threads, cards, gpu, jobs=jobs)
+
+
+def remember(revision: Path, given: Share) -> None:
+    """Keep what a launch was given besides the spec, for a later `sweep resume`."""
+    row = {"jobs": given.jobs}
+    if read_json(revision / LAUNCH_FILE) != row:
+        write_json(revision / LAUNCH_FILE, row)
+
+
+def remembered_jobs(revision: Path) -> int | None:
+    """`--jobs` of the revision's last launch; None if it had none."""
+    jobs = (read_json(revision / LAUNCH_FILE) or {}).get("jobs")
+    return jobs if isinstance(jobs, int) else None
 
 
 def gpu_count() -> int:
@@ -96,4 +137,5 @@ def make_executor(name: str, given: Share) -> AbstractContextManager[Executor]:
         return InlineExecutor()
     from runners.ray_tune import RayExecutor
 
-    return RayExecutor(slots=given.slots, threads=given.threads, gpus=given.gpus, gpu=given.gpu)
+    cards = (0, 0.0) if given.packed else (given.gpus, given.gpu)
+    return RayExecutor(slots=given.slots, threads=given.threads, gpus=cards[0], gpu=cards[1])

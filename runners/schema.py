@@ -230,6 +230,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     bounds: dict[str, list[float]] = field(default_factory=dict)
     """Range of every metric that has one: {"accuracy": [0, 1]}. Intervals are cut to it."""
+    budget: dict[str, Any] = field(default_factory=dict)
+    """What the sweep may spend: `gpu_hours`, `wall` (seconds), `max_trials`; a missing one is no limit."""
 
     @property
     def spec_hash(self) -> str:
@@ -249,6 +251,7 @@ class Plan:
             "bounds": self.bounds,
             "resources": self.resources,
             "retry": self.retry,
+            **({"budget": self.budget} if self.budget else {}),
             "notes": list(self.notes),
         }
         yield json.dumps(head, ensure_ascii=False)
@@ -287,6 +290,7 @@ class Plan:
             tests=tuple(tests),
             notes=tuple(head["notes"]),
             bounds=head.get("bounds", {}),
+            budget=head.get("budget", {}),
         )
 
 
@@ -313,7 +317,8 @@ class Job:
     """What a worker is asked to do: bring one trial's folder up to date. Pure data, safe to send to another machine.
 
     The worker trains if `folder` holds no result yet, then runs each of `slices` that has no result there. It writes
-    below `folder` and nowhere else. `device` is "cpu" or "cuda" (the card the worker was given).
+    below `folder` and nowhere else. `device` is "cpu", "cuda" (the card the worker was given) or "cuda:1". `gpu` is
+    what the job counts for: cards, or the share of one.
     """
 
     trial: Trial
@@ -325,11 +330,15 @@ class Job:
     checkpoint_every_s: float = 60.0
     micro_batch: int | None = None
     """Rows to train at once, after memory ran out at more; None = the whole batch."""
+    gpu: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended. `status` is complete, diverged, failed or interrupted; `error` is the last line of a failure."""
+    """How a job ended. `status` is complete, diverged, failed or interrupted; `error` is the last line of a failure.
+
+    `seconds` is the time from the worker's first word to its last; None where that is not known.
+    """
 
     trial_id: str
     attempt: int
@@ -338,3 +347,4 @@ class Outcome:
     error: str | None = None
     micro_batch: int | None = None
     """Of a training that ran out of memory: the rows it held at once."""
+    seconds: float | None = None

@@ -36,6 +36,7 @@ Progress = Callable[[int, int, Mapping[str, float]], None]
 _POLL_S = 0.5
 WORKER_FILE = "worker.json"
 """In an attempt's folder: the process that runs it."""
+_LOG_TIME = "%Y-%m-%d %H:%M:%S"
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def run_job(job: Job, *, progress: Progress | None = None, should_stop: Callable
     takes not even these words, on a full disk, the outcome alone tells.
     """
     attempt, outcome = Path(job.folder) / "attempts" / str(job.attempt), None
+    first = time.monotonic()
     try:
         attempt.mkdir(parents=True, exist_ok=True)
         with open(attempt / "log.txt", "a", encoding="utf-8") as file:
@@ -91,8 +93,9 @@ def run_job(job: Job, *, progress: Progress | None = None, should_stop: Callable
             log(f"{outcome.status}" + (why if outcome.error else ""))
     except Exception as problem:  # the log cannot be kept; what is committed stays so
         outcome = outcome or Outcome(job.trial.id, job.attempt, Status.FAILED, classify(problem), one_line(problem))
+    outcome = dataclasses.replace(outcome, seconds=round(time.monotonic() - first, 3))
     with contextlib.suppress(OSError):
-        write_outcome(attempt, outcome)
+        write_outcome(attempt, outcome, gpu=job.gpu)
     with contextlib.suppress(OSError):
         (Path(job.folder) / "progress.json").unlink(missing_ok=True)
     return outcome
@@ -120,13 +123,15 @@ def read_outcome(folder: Path, trial_id: str, attempt: int) -> Outcome | None:
     if not isinstance(row, dict):
         return None
     failure = Failure(row["failure"]) if row["failure"] else None
-    return Outcome(trial_id, attempt, Status(row["status"]), failure, row["error"], row.get("micro_batch"))
+    micro_batch, seconds = row.get("micro_batch"), row.get("seconds")
+    return Outcome(trial_id, attempt, Status(row["status"]), failure, row["error"], micro_batch, seconds)
 
 
-def write_outcome(attempt: Path, outcome: Outcome) -> None:
+def write_outcome(attempt: Path, outcome: Outcome, *, gpu: float = 0.0) -> None:
     """Keep how an attempt ended, so that a lost message or a lost ledger loses nothing."""
     row = {"status": outcome.status, "failure": outcome.failure, "error": outcome.error, "time": time.time()}
-    write_json(attempt / "outcome.json", row | {"micro_batch": outcome.micro_batch})
+    row |= {"micro_batch": outcome.micro_batch, "seconds": outcome.seconds, "gpu": gpu}
+    write_json(attempt / "outcome.json", row)
 
 
 def free_memory() -> None:
@@ -136,6 +141,15 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def began(folder: Path, attempt: int) -> float | None:
+    """When the attempt's worker said its first word, in seconds since 1970; None if none has."""
+    try:
+        with open(folder / "attempts" / str(attempt) / "log.txt", encoding="utf-8", errors="replace") as log:
+            return datetime.strptime(log.readline()[:19], _LOG_TIME).replace(tzinfo=UTC).timestamp()
+    except (OSError, ValueError):
+        return None
 
 
 def classify(problem: BaseException) -> Failure:
@@ -172,7 +186,7 @@ class Log:
         self._write, self._flush = write, flush
 
     def __call__(self, line: str) -> None:
-        self._write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {line}\n")
+        self._write(f"{datetime.now(UTC):{_LOG_TIME}} {line}\n")
         self._flush()
 
 

@@ -59,6 +59,12 @@ JobsOption = Annotated[
 UriOption = Annotated[
     str | None, typer.Option("--tracking-uri", help="MLflow server or database.", show_default="SQLite in the store")
 ]
+ForOption = Annotated[
+    str | None,
+    typer.Option(
+        "--for", metavar="TIME", help="Stop at a checkpoint after 9m, 1.5h, ..., to be resumed (exit code 4)."
+    ),
+]
 ReportOption = Annotated[bool, typer.Option("--report/--no-report", help="Write the report at the end.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -77,6 +83,7 @@ def launch(
     store: StoreOption = None,
     executor: ExecutorOption = "ray",
     jobs: JobsOption = None,
+    limit: ForOption = None,
     tracking_uri: UriOption = None,
     with_report: ReportOption = True,
 ) -> None:
@@ -88,7 +95,7 @@ def launch(
     if missing:
         raise UserError("this version cannot launch the sweep yet:\n" + "\n".join(f"  {line}" for line in missing))
     selected = planning.select(plan, only) if only else None
-    _run(plan, selected, stores.here(store), executor, jobs, tracking_uri, with_report=with_report)
+    _run(plan, selected, stores.here(store), executor, jobs, limit, tracking_uri, with_report=with_report)
 
 
 def resume(
@@ -100,23 +107,27 @@ def resume(
     store: StoreOption = None,
     executor: ExecutorOption = "ray",
     jobs: JobsOption = None,
+    limit: ForOption = None,
     tracking_uri: UriOption = None,
     with_report: ReportOption = True,
 ) -> None:
     """Go on with a sweep by its name, from any folder: its latest revision, from the store alone."""
     from runners import driver
+    from runners.resources import remembered_jobs
     from runners.store import Store
     from sweeps import plan as planning
 
     folder = stores.find(store, name)
-    _, plan = Store.open(folder).plan(name)
+    opened = Store.open(folder)
+    revision, plan = opened.plan(name)
+    jobs = jobs or remembered_jobs(opened.revision_folder(name, revision))
     sweep = driver.status(folder, name)[0]
     chosen = again.choose(sweep, failed=failed, unfinished=unfinished, everything=everything)
     part = chosen if failed or unfinished else None  # all: what is not planned yet too
     if only:
         part = planning.select(plan, only) & chosen
     try:
-        _run(plan, part, folder, executor, jobs, tracking_uri, with_report=with_report)
+        _run(plan, part, folder, executor, jobs, limit, tracking_uri, with_report=with_report)
     except typer.Exit as end:
         if end.exit_code == Exit.OK and not only and again.left_failed(sweep, chosen):
             raise typer.Exit(Exit.FAILED) from end
@@ -129,12 +140,14 @@ def _run(
     store: Path,
     executor: str,
     jobs: int | None,
+    limit: str | None,
     tracking_uri: str | None,
     *,
     with_report: bool,
 ) -> None:
     if executor not in ("ray", "inline"):
         raise UserError(f"--executor {executor!r}: it is ray or inline")
+    for_s = _seconds(limit)
     from runners import driver
 
     print(f"{plan.sweep}: {plan.question}" if plan.question else plan.sweep)
@@ -150,12 +163,22 @@ def _run(
         tracking_uri=tracking_uri,
         say=lambda line: print(line, flush=True),
         tty=sys.stdout.isatty(),
+        for_s=for_s,
     )
     _print_summary(summary)
     if with_report and summary.counts.get(Status.COMPLETE, 0) + summary.counts.get(Status.DIVERGED, 0):
         print("writing the report", flush=True)
         _print_report(_write_report(store, plan.sweep, None, tracking_uri))
     raise typer.Exit(summary.exit_code)
+
+
+def _seconds(limit: str | None) -> float | None:
+    from runners import durations
+
+    try:
+        return None if limit is None else durations.seconds(limit)
+    except ValueError as error:
+        raise UserError(f"--for: {error}") from error
 
 
 def _print_summary(summary: Summary) -> None:
@@ -166,6 +189,8 @@ def _print_summary(summary: Summary) -> None:
     print(f"\n{done} in {summary.seconds:.0f} s; {summary.skipped} were there already. Now: {counts or 'no trials'}")
     for failure in summary.failures:
         print(f"failed ({failure.kind}): {failure.cell}, seed {failure.seed}: {failure.error}\n  log: {failure.log}")
+    if summary.stopped:
+        print(f"stopped: {summary.stopped}. `sweep resume {summary.sweep}` goes on from the checkpoints")
     if summary.backlog:
         print(f"MLflow is behind: {summary.backlog}; `sweep sync` catches up")
 

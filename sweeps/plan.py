@@ -66,6 +66,7 @@ def load(
         bounds=_of_tasks("BOUNDS", expansion.cells, evaluation),
         resources=read.resources,
         retry=read.retry,
+        budget=read.budget,
         notes=tuple(problems.notes),
     )
     if only is not None:
@@ -116,10 +117,12 @@ def _note_unevaluated(cells: list[Cell], problems: Problems) -> None:
 def not_there_yet(plan: Plan, catalog: Catalog | None = None) -> list[str]:
     """What the spec language has and launching has not: one line each, empty if the plan can be launched."""
     spec = plan.spec
-    found = [f"{word} (in the spec, checked, not run yet)" for word in ("search", "prune", "budget") if word in spec]
+    found = [f"{word} (in the spec, checked, not run yet)" for word in ("search", "prune") if word in spec]
     gpu = plan.resources.get("gpu")
-    if gpu == "auto" or (isinstance(gpu, float) and gpu != int(gpu)):
+    if gpu == "auto":
         found.append(f"resources.gpu: {gpu} (several trials on one GPU)")
+    if isinstance(gpu, int | float) and gpu > 1:
+        found.append(f"resources.gpu: {gpu:g} (one trial on several GPUs; a share, 1 and auto are there)")
     distributions = [path for path in _item_searches(spec) if "search" not in spec]
     found += [f"a distribution in an item ({path})" for path in distributions]
     later = (catalog or Catalog()).block("model").literals.get("NOT_YET", {})

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from runners import durations
 from sweeps import types
 from sweeps.catalog import Param
 from sweeps.reader import Node, Problems, near
@@ -21,9 +22,9 @@ def _section(**fields: tuple[str, str]) -> dict[str, Param]:
 
 SECTIONS = {
     "resources": _section(
-        gpu=("float | Literal['auto']", "GPUs a trial: a share, a count, or auto = the measured share"),
+        gpu=("float | Literal['auto']", "GPUs a trial: a share up to 1, a count, 0 = the CPU, or auto = as measured"),
         cpu=("int", "CPU cores a trial (count)"),
-        alone=("bool", "nothing else runs on the machine meanwhile, for timing"),
+        alone=("bool", "no other trial runs on the machine meanwhile, for timing"),
     ),
     "retry": _section(
         oom=(
@@ -35,8 +36,9 @@ SECTIONS = {
         hang=("float", "seconds without progress after which a worker is killed; 0 = never (1800 by default)"),
     ),
     "budget": _section(
-        gpu_hours=("float", "GPU time after which no trial is started (hours)"),
-        hours=("float", "wall time after which no trial is started (hours)"),
+        gpu_hours=("float", "GPU time of all its trials, after which it stops at a checkpoint (hours)"),
+        wall=("float | str", "time in which its trials run, after which it stops at a checkpoint (9m, 1.5h, 2d, or s)"),
+        max_trials=("int", "trainings it may begin (count)"),
     ),
     "asha": _section(
         grace_steps=("int", "updates before a suggestion can be pruned (count)"),
@@ -81,11 +83,27 @@ def read(name: str, node: Node | None, problems: Problems, skip: tuple[str, ...]
         except Misfit as error:
             problems.add(child.mark, f"{name}.{key}: {error}")
             continue
-        if isinstance(found[key], int | float) and not isinstance(found[key], bool):
-            least = 0 if name in ("resources", "retry") else 1 if isinstance(found[key], int) else 1e-9
-            if found[key] < least:
-                problems.add(child.mark, f"{name}.{key}: {show(found[key])} is less than {least:g}")
+        try:
+            found[key] = _checked(name, key, found[key])
+        except ValueError as error:
+            problems.add(child.mark, f"{name}.{key}: {error}")
     return found
+
+
+def _checked(name: str, key: str, value: Any) -> Any:
+    """A section's value within its bounds; a length of time in seconds. Raises `ValueError` in words."""
+    if (name, key) == ("budget", "wall"):
+        return durations.seconds(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    may_be_0 = name == "retry" or (name, key) == ("resources", "gpu")
+    least = 0 if may_be_0 else 1 if isinstance(value, int) else 1e-9
+    if value < least:
+        raise ValueError(f"{show(value)} is less than {least:g}")
+    if (name, key) == ("resources", "gpu") and value > 1 and value != int(value):
+        near_by = f"{math.floor(value)} or {math.ceil(value)}"
+        raise ValueError(f"{show(value)} is neither a share of one GPU (up to 1) nor a whole number: {near_by}")
+    return value
 
 
 def read_prune(node: Node | None, problems: Problems) -> dict[str, Any]:

@@ -434,7 +434,9 @@ def test_a_driver_that_cannot_renew_stops_its_trials(
         ({}, 2, 6, (6, 1, 2, 1 / 3)),
         ({"gpu": 0.25}, 1, None, (4, 1, 1, 0.25)),
         ({"gpu": 0}, 1, None, (4, 1, 0, 0.0)),
-        ({"gpu": "auto"}, 1, None, (1, 1, 1, 1.0)),
+        ({"gpu": "auto"}, 1, None, (4, 1, 1, 1.0)),
+        ({"gpu": "auto", "cpu": 2}, 2, 9, (2, 2, 2, 1.0)),
+        ({"gpu": "auto", "alone": True}, 2, None, (1, 1, 2, 1.0)),
     ],
 )
 def test_shares(
