@@ -77,7 +77,7 @@ def _system_errors() -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        found = re.search(r"Os \{ code: (\d+)", str(error))
+        found = re.search(r"(?:os error |code: )(\d+)", str(error))
         if found is None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1]))) from error

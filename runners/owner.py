@@ -24,7 +24,12 @@ class Owner:
 
     @classmethod
     def me(cls) -> Owner:
-        return cls(str(uuid.uuid4()), _host(), os.getpid(), _begun(os.getpid()) or "", platform.node())
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Owner:
+        """The process `pid` of this machine."""
+        return cls(str(uuid.uuid4()), _host(), pid, _begun(pid) or "", platform.node())
 
     def is_here(self) -> bool:
         """Whether it runs, or ran, on this machine since it was started, and its number means something here."""
