@@ -22,6 +22,7 @@ from typing import Any
 
 from runners import split, watch
 from runners.budget import Allowance, Budget, Span
+from runners.durations import words
 from runners.ledger import LEASE_S, RENEW_S, Ledger
 from runners.owner import Owner
 from runners.progress import Display, Pace, Tally
@@ -241,8 +242,9 @@ class Launch:
             if silent_s is None:
                 continue
             self._watch.forget(folder, attempt)
-            why = f"no progress for {silent_s:.0f} s (retry.hang)"
-            is_killed = watch.kill(folder, member.trial.id, attempt, f"{why}: its worker was killed")
+            why = f"no progress for {words(silent_s)} (retry.hang)"
+            told = f"{why}: its worker was killed"
+            is_killed = watch.kill(folder, member.trial.id, attempt, told, gpu=self.given.gpu)
             done = "its worker was killed" if is_killed else "its worker is out of reach from here"
             self.say(f"{member.cell}, seed {member.trial.seed}: {why}; {done}")
 

@@ -21,7 +21,7 @@ _SIGNS = ("progress.json", "checkpoints", "metrics", "evals", "result.json")
 
 
 class Watch:
-    """Remembers when each running attempt last gave a sign of life. `after_s` = 0 never calls one hung."""
+    """Remembers when each running attempt last gave a sign of life; after `after_s` without one it is hung."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
@@ -32,7 +32,7 @@ class Watch:
     def is_due(self) -> bool:
         """Whether it is time to look again. Looking costs some stats a trial."""
         every = min(10.0, self._after_s / 5)
-        if not self._after_s or time.monotonic() - self._looked < every:
+        if time.monotonic() - self._looked < every:
             return False
         self._looked = time.monotonic()
         return True
@@ -64,8 +64,11 @@ def _changed(path: Path) -> int:
         return 0
 
 
-def kill(folder: Path, trial_id: str, attempt: int, why: str) -> bool:
-    """End the attempt's worker for `why`. False if it is this process, gone already, or on another machine."""
+def kill(folder: Path, trial_id: str, attempt: int, why: str, *, gpu: float = 0.0) -> bool:
+    """End the attempt's worker, which has `gpu` of a card, for `why`.
+
+    False if it is this process, gone already, or on another machine.
+    """
     row = read_json(folder / "attempts" / str(attempt) / WORKER_FILE)
     worker = Owner(**row) if isinstance(row, dict) else None
     if worker is None or not worker.is_here() or worker.is_dead() or worker.pid == os.getpid():

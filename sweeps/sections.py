@@ -33,7 +33,7 @@ SECTIONS = {
         ),
         infra=("int", "times a trial is run again after its worker or machine failed (count; 3 by default)"),
         error=("int", "times a trial is run again after an error of its own (count; 0 by default)"),
-        hang=("float", "seconds without progress after which a worker is killed; 0 = never (1800 by default)"),
+        hang=("float | str", "time without progress after which a worker is killed (45m, 2h, or s; 30m by default)"),
     ),
     "budget": _section(
         gpu_hours=("float", "GPU time of all its trials, after which it stops at a checkpoint (hours)"),
@@ -92,7 +92,7 @@ def read(name: str, node: Node | None, problems: Problems, skip: tuple[str, ...]
 
 def _checked(name: str, key: str, value: Any) -> Any:
     """A section's value within its bounds; a length of time in seconds. Raises `ValueError` in words."""
-    if (name, key) == ("budget", "wall"):
+    if (name, key) in (("budget", "wall"), ("retry", "hang")):
         return durations.seconds(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
