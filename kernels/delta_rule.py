@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels._chunk import G_MIN, chunk_length, decay_tile, from_chunks, repeat_heads, to_chunks
-from kernels._launch import accumulator, check, full_precision, resolve
+from kernels._launch import accumulator, check, full_precision, resolve, triton_unfit
 
 
 def delta_rule_step(
@@ -247,9 +247,15 @@ def delta_rule(
     q, a, b (B, T, Hk, K) with H a multiple of Hk; b None: b = a. v (B, T, H, V). beta, g (B, T, H); None: 1 and 0.
     g <= 0, -inf allowed. `residual`: "norm" gives |u|_2 (B, T, H), not differentiable; "full" gives u itself.
     """
-    impl = resolve(impl, "delta_rule")
     B, T, H, V = v.shape
     _check(q, a, b, v, beta, g, residual, initial_state)
+    heads = (q.shape[-1], V)
+    impl = resolve(impl, "delta_rule", triton_unfit(q, a, b, v, beta, g, initial_state, heads=heads))
+    if impl == "triton":
+        from kernels import _delta_rule  # Triton is not everywhere
+
+        o, S, extra = _delta_rule.delta_rule(q, a, b, v, beta, g, initial_state, scale, residual)
+        return o.to(q.dtype), S, extra
     dtype, acc = q.dtype, accumulator(q, v)
     q, a = (repeat_heads(x.to(acc), H) for x in (q, a))
     b = None if b is None else repeat_heads(b.to(acc), H)

@@ -1,0 +1,430 @@
+"""The delta rule's Triton kernels. `_delta_rule.py` launches them.
+
+The equations are those of `delta_rule.py`. One chunk of C tokens, * scaling rows, T = (I + L)^-1, E = V - Ga * A S:
+
+    forward    U = T (beta * E)    O = scale (Ga * Q S + P U)    S' = e^{G_C} S + B^T (tail * U),  tail = e^{G_C - G}
+    backward   dU = scale P^T dO + tail * B dS'      R = T^T dU      dV = beta * R
+               dS = e^{G_C} dS' + Q^T (scale Ga * dO) - A^T (beta Ga * R)
+               N = -stril(D * R U^T)      Z = scale tril(D * dO U^T)
+               dA = beta * dA1,  dA1 = N B - Ga * R S^T      dbeta_i = R_i.V_i + A_i.dA1_i     (beta may be 0)
+               dQ = Z B + scale Ga * dO S^T      dB = (beta * N)^T A + Z^T Q + tail * U dS'^T
+               dG_i = q_i.dq_i + a_i.da_i - b_i.db_i,  dG_C += <S', dS'>      dg = reverse cumulative sum of dG
+
+`scores` and `invert` (every chunk at once) keep P, G and T; `forward` walks the chunks of one head and one tile of
+value columns; `reverse` walks them back and keeps R and dS'; `gradients` (every chunk at once) does the rest. A long
+sequence is cut into segments: `forward` and `reverse` first run on all of them from nothing (SCAN), forward also on
+the columns of the identity, which gives each segment's transition Phi; `merge` chains them.
+
+On Hopper a product kept in registers was seen to go wrong as the left factor of the next: here every left factor
+comes from memory. That is why P and T are stored and why `gradients` computes the transposed gradients. The one
+exception is the inverse: its 16 x 16 products run in fewer than four warps, where Triton has no asynchronous product.
+
+Scratch is laid out by chunk: index = (b * N + n) * H + h. Letters as in `delta_rule.py`; rows past T read as zero.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+from kernels._chunk import G_MIN
+
+_G_MIN = tl.constexpr(G_MIN)
+
+
+@triton.jit
+def _load(base, rows, stride, cols, T, D: tl.constexpr):
+    """Rows of a matrix with D columns, (len(rows), len(cols)); zero outside."""
+    inside = (rows < T)[:, None] & (cols < D)[None, :]
+    return tl.load(base + rows[:, None] * stride + cols[None, :], inside, 0.0)
+
+
+@triton.jit
+def _tile(base, rows, cols, D: tl.constexpr):
+    """Rows of a contiguous scratch matrix with D columns; every row is there."""
+    return tl.load(base + rows[:, None] * D + cols[None, :], (cols < D)[None, :], 0.0)
+
+
+@triton.jit
+def _inverse_16(L, PREC: tl.constexpr):
+    """(I + L)^-1 of a strictly lower (16, 16) tile: inverts blocks of 2, then doubles them. Exact, no powers of L."""
+    i = tl.arange(0, 16)[:, None]
+    j = tl.arange(0, 16)[None, :]
+    X = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, L, 0.0)
+    for level in tl.static_range(1, 4):
+        pair = (i >> (level + 1)) == (j >> (level + 1))
+        below = tl.where(pair & ((i >> level) != (j >> level)), L, 0.0)
+        X -= tl.dot(X, tl.dot(below, X, input_precision=PREC), input_precision=PREC)
+    return X
+
+
+@triton.jit
+def scores(
+    q, a, b, beta, g, L, P, G,
+    T, H, group,
+    q_b, q_t, q_h, a_b, a_t, a_h, b_b, b_t, b_h,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """L, P and the cumulative decay G of one chunk of one head."""
+    index = tl.program_id(0).to(tl.int64)
+    N = tl.cdiv(T, C)
+    h = index % H
+    n = (index // H) % N
+    i_b = index // (H * N)
+    q += i_b * q_b + h // group * q_h
+    a += i_b * a_b + h // group * a_h
+    b += i_b * b_b + h // group * b_h
+    i = tl.arange(0, C)
+    t = n * C + i
+    heads = (i_b * T + t) * H + h
+    ab = tl.zeros([C, C], tl.float32)
+    qb = tl.zeros([C, C], tl.float32)
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        bT = tl.trans(_load(b, t, b_t, k, T, K))
+        ab += tl.dot(_load(a, t, a_t, k, T, K), bT, input_precision=PREC)
+        qb += tl.dot(_load(q, t, q_t, k, T, K), bT, input_precision=PREC)
+    if g is not None:
+        G_n = tl.cumsum(tl.maximum(tl.load(g + heads, t < T, 0.0), _G_MIN), 0)
+        tl.store(G + index * C + i, G_n)
+        D = tl.exp(tl.where(i[:, None] >= i[None, :], G_n[:, None] - G_n[None, :], 0.0))
+        ab *= D
+        qb *= D
+    if beta is not None:
+        ab *= tl.load(beta + heads, t < T, 0.0)[:, None]
+    tile = index * C * C + i[:, None] * C + i[None, :]
+    tl.store(L + tile, tl.where(i[:, None] > i[None, :], ab, 0.0))
+    tl.store(P + tile, tl.where(i[:, None] >= i[None, :], qb, 0.0))
+
+
+@triton.jit
+def invert(L, Ti, C: tl.constexpr, PREC: tl.constexpr):
+    """T = (I + L)^-1 of one chunk in blocks of 16, in place; a copy in another dtype goes to `Ti`, if there is one.
+
+    Below the diagonal T_rc = -T_rr (sum over c <= m < r of L_rm T_mc): columns upwards, so that L_rc is read before
+    T_rc takes its place.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    L += index * C * C
+    i = tl.arange(0, 16)
+    tile = i[:, None] * C + i[None, :]
+    for r in range(C // 16):
+        at = L + r * 16 * (C + 1) + tile
+        tl.store(at, _inverse_16(tl.load(at), PREC))
+    tl.debug_barrier()
+    for r in range(1, C // 16):
+        for c in range(r):
+            total = tl.zeros([16, 16], tl.float32)
+            for m in range(c, r):
+                left = tl.load(L + (r * C + m) * 16 + tile)
+                total += tl.dot(left, tl.load(L + (m * C + c) * 16 + tile), input_precision=PREC)
+            below = tl.dot(tl.load(L + r * 16 * (C + 1) + tile), total, input_precision=PREC)
+            tl.debug_barrier()
+            tl.store(L + (r * C + c) * 16 + tile, -below)
+            tl.debug_barrier()
+    if Ti is not None:
+        for r in range(C // 16):
+            rows = (r * 16 + i)[:, None] * C + tl.arange(0, C)[None, :]
+            tl.store(Ti + index * C * C + rows, tl.load(L + rows))
+
+
+@triton.jit
+def forward(
+    q, a, b, v, beta, G, Ti, P, start, o, end, U, S, m, Phi,
+    scale, T, H, group, n_segments, n_columns,
+    q_b, q_t, q_h, a_b, a_t, a_h, b_b, b_t, b_h, v_b, v_t, v_h,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
+    SCAN: tl.constexpr,
+):  # fmt: skip
+    """One segment of one head, a tile of value columns: o, and the state at its end. Outputs that are None are not
+    written. SCAN: no output; from nothing, `end` gets the state; tiles past V get Phi, from the identity."""
+    pid = tl.program_id(0).to(tl.int64)
+    column = pid % n_columns
+    segment = (pid // n_columns) % n_segments
+    bh = pid // n_columns // n_segments
+    h = bh % H
+    i_b = bh // H
+    N = tl.cdiv(T, C)
+    per = tl.cdiv(N, n_segments)
+    if not SCAN:
+        q += i_b * q_b + h // group * q_h
+    a += i_b * a_b + h // group * a_h
+    v += i_b * v_b + h * v_h
+    if b is not None:
+        b += i_b * b_b + h // group * b_h
+    dtype = a.dtype.element_ty
+    i = tl.arange(0, C)
+    k = tl.arange(0, BK)
+    values = column * BV < V
+    j = column * BV + tl.arange(0, BV)
+    j_phi = (column - tl.cdiv(V, BV)) * BV + tl.arange(0, BV)
+    n_values = tl.where(values, T, 0)
+    inside = (k < K)[:, None] & (j < V)[None, :]
+    at = k[:, None] * V + j[None, :]
+    if SCAN:
+        x = tl.where((k[:, None] == j_phi[None, :]) & (not values), 1.0, 0.0)
+    elif start is not None:
+        x = tl.load(start + (bh * n_segments + segment) * K * V + at, inside, 0.0)
+    else:
+        x = tl.zeros([BK, BV], tl.float32)
+    for n in range(segment * per, tl.minimum(N, segment * per + per)):
+        index = (i_b * N + n) * H + h
+        t = n * C + i
+        a_n = _load(a, t, a_t, k, T, K)
+        bT = tl.trans(a_n if b is None else _load(b, t, b_t, k, T, K))
+        e = _load(v, t, v_t, j, n_values if SCAN else T, V).to(tl.float32)
+        x_n = x.to(dtype)
+        read = tl.dot(a_n, x_n, input_precision=PREC)
+        if G is not None:
+            G_n = tl.load(G + index * C + i)
+            G_end = tl.load(G + index * C + C - 1)
+            read *= tl.exp(G_n)[:, None]
+        e -= read
+        if beta is not None:
+            e *= tl.load(beta + (i_b * T + t) * H + h, t < T, 0.0)[:, None]
+        u = tl.dot(_tile(Ti + index * C * C, i, i, C), e.to(dtype), input_precision=PREC)
+        if not SCAN:
+            out = tl.dot(_load(q, t, q_t, k, T, K), x_n, input_precision=PREC)
+            if G is not None:
+                out *= tl.exp(G_n)[:, None]
+            out += tl.dot(_tile(P + index * C * C, i, i, C), u.to(dtype), input_precision=PREC)
+            rows = ((i_b * T + t) * H + h)[:, None] * V
+            tl.store(o + rows + j[None, :], out * scale, (t < T)[:, None] & (j < V)[None, :])
+            if U is not None:
+                tl.store(U + index * C * V + i[:, None] * V + j[None, :], u, (j < V)[None, :])
+            if S is not None:
+                tl.store(S + index * K * V + at, x_n, inside)
+            if m is not None:
+                norm = tl.sqrt(tl.sum(u * u, 1))
+                B = tl.num_programs(0) // (n_columns * n_segments * H)
+                tl.store(m + ((column * B + i_b) * T + t) * H + h, norm, t < T)
+        if G is not None:
+            u *= tl.exp(G_end - G_n)[:, None]
+            x *= tl.exp(G_end)
+        x += tl.dot(bT, u.to(dtype), input_precision=PREC)
+    if SCAN:
+        tl.store(end + (bh * n_segments + segment) * K * V + at, x, inside)
+        inside = (k < K)[:, None] & ((j_phi >= 0) & (j_phi < K))[None, :]
+        tl.store(Phi + (bh * n_segments + segment) * K * K + k[:, None] * K + j_phi[None, :], x, inside)
+    else:
+        tl.store(end + bh * K * V + at, x, inside & (segment == n_segments - 1))
+
+
+@triton.jit
+def merge(
+    x, Phi, start, n_segments,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Chains the segments of one head, a tile of value columns: x holds what each adds and becomes what each starts
+    from (REVERSE: the gradient at its end)."""
+    pid = tl.program_id(0).to(tl.int64)
+    bh = pid // tl.cdiv(V, BV)
+    k = tl.arange(0, BK)
+    j = pid % tl.cdiv(V, BV) * BV + tl.arange(0, BV)
+    inside = (k < K)[:, None] & (j < V)[None, :]
+    at = k[:, None] * V + j[None, :]
+    square = k[:, None] * K + k[None, :]
+    s = tl.zeros([BK, BV], tl.float32)
+    if start is not None:
+        s = tl.load(start + bh * K * V + at, inside, 0.0)
+    for step in range(n_segments):
+        segment = bh * n_segments + step
+        if REVERSE:
+            segment = bh * n_segments + n_segments - 1 - step
+        phi = tl.load(Phi + segment * K * K + square, (k < K)[:, None] & (k < K)[None, :], 0.0)
+        if REVERSE:
+            phi = tl.trans(phi)
+        added = tl.load(x + segment * K * V + at, inside, 0.0)
+        tl.store(x + segment * K * V + at, s, inside)
+        s = added + tl.dot(phi, s, input_precision="tf32x3")
+
+
+@triton.jit
+def reverse(
+    q, a, b, do, dux, beta, G, Ti, P, end, R, dS, dstart,
+    scale, T, H, group, n_segments, n_columns,
+    q_b, q_t, q_h, a_b, a_t, a_h, b_b, b_t, b_h, do_b, do_t, do_h,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
+    SCAN: tl.constexpr,
+):  # fmt: skip
+    """One segment of one head, a tile of value columns, from its last chunk to its first: R, the state's gradient at
+    each chunk's end, and at the segment's start. SCAN: from nothing; only the last, at every segment."""
+    pid = tl.program_id(0).to(tl.int64)
+    segment = (pid // n_columns) % n_segments
+    bh = pid // n_columns // n_segments
+    h = bh % H
+    i_b = bh // H
+    N = tl.cdiv(T, C)
+    per = tl.cdiv(N, n_segments)
+    q += i_b * q_b + h // group * q_h
+    a += i_b * a_b + h // group * a_h
+    do += i_b * do_b + h * do_h
+    if b is not None:
+        b += i_b * b_b + h // group * b_h
+    dtype = a.dtype.element_ty
+    i = tl.arange(0, C)
+    k = tl.arange(0, BK)
+    j = pid % n_columns * BV + tl.arange(0, BV)
+    inside = (k < K)[:, None] & (j < V)[None, :]
+    at = k[:, None] * V + j[None, :]
+    x = tl.zeros([BK, BV], tl.float32)
+    if (not SCAN) and (end is not None):
+        x = tl.load(end + (bh * n_segments + segment) * K * V + at, inside, 0.0)
+    first = segment * per
+    last = tl.minimum(N, first + per) - 1
+    for step in range(last - first + 1):
+        n = last - step
+        index = (i_b * N + n) * H + h
+        t = n * C + i
+        x_n = x.to(dtype)
+        a_n = _load(a, t, a_t, k, T, K)
+        du = tl.dot(a_n if b is None else _load(b, t, b_t, k, T, K), x_n, input_precision=PREC)
+        if G is not None:
+            G_n = tl.load(G + index * C + i)
+            G_end = tl.load(G + index * C + C - 1)
+            du *= tl.exp(G_end - G_n)[:, None]
+        do_n = _load(do, t, do_t, j, T, V)
+        du += scale * tl.dot(tl.trans(_tile(P + index * C * C, i, i, C)), do_n, input_precision=PREC)
+        if dux is not None:
+            rows = ((i_b * T + t) * H + h)[:, None] * V
+            du += tl.load(dux + rows + j[None, :], (t < T)[:, None] & (j < V)[None, :], 0.0)
+        r = tl.dot(tl.trans(_tile(Ti + index * C * C, i, i, C)), du.to(dtype), input_precision=PREC)
+        if not SCAN:
+            tl.store(R + index * C * V + i[:, None] * V + j[None, :], r, (j < V)[None, :])
+            tl.store(dS + index * K * V + at, x_n, inside)
+        if beta is not None:
+            r *= tl.load(beta + (i_b * T + t) * H + h, t < T, 0.0)[:, None]
+        into = do_n.to(tl.float32) * scale
+        if G is not None:
+            r *= tl.exp(G_n)[:, None]
+            into *= tl.exp(G_n)[:, None]
+            x *= tl.exp(G_end)
+        x += tl.dot(tl.trans(_load(q, t, q_t, k, T, K)), into.to(dtype), input_precision=PREC)
+        x -= tl.dot(tl.trans(a_n), r.to(dtype), input_precision=PREC)
+    if SCAN:
+        tl.store(dstart + (bh * n_segments + segment) * K * V + at, x, inside)
+    elif dstart is not None:
+        tl.store(dstart + bh * K * V + at, x, inside & (segment == 0))
+
+
+@triton.jit
+def gradients(
+    q, a, b, v, do, beta, g, G, U, S, R, dS, dq, da, db, dv, dbeta, dg,
+    scale, T, H, group,
+    q_b, q_t, q_h, a_b, a_t, a_h, b_b, b_t, b_h, v_b, v_t, v_h, do_b, do_t, do_h,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Every gradient of one chunk of one head, from the chunk's U, S, R and dS'. Suffix T: transposed."""
+    index = tl.program_id(0).to(tl.int64)
+    N = tl.cdiv(T, C)
+    h = index % H
+    n = (index // H) % N
+    i_b = index // (H * N)
+    q += i_b * q_b + h // group * q_h
+    a += i_b * a_b + h // group * a_h
+    if b is not None:
+        b += i_b * b_b + h // group * b_h
+    v += i_b * v_b + h * v_h
+    do += i_b * do_b + h * do_h
+    U += index * C * V
+    R += index * C * V
+    S += index * K * V
+    dS += index * K * V
+    dtype = a.dtype.element_ty
+    i = tl.arange(0, C)
+    t = n * C + i
+    heads = (i_b * T + t) * H + h
+    lower = i[:, None] > i[None, :]
+    upper = i[:, None] < i[None, :]
+    diagonal = i[:, None] == i[None, :]
+    beta_n = tl.full([C], 1.0, tl.float32)
+    if beta is not None:
+        beta_n = tl.load(beta + heads, t < T, 0.0)
+    ru = tl.zeros([C, C], tl.float32)
+    ruT = tl.zeros([C, C], tl.float32)
+    ou = tl.zeros([C, C], tl.float32)
+    ouT = tl.zeros([C, C], tl.float32)
+    dbeta_n = tl.zeros([C], tl.float32)
+    for v0 in tl.static_range(0, V, BV):
+        j = v0 + tl.arange(0, BV)
+        r = _tile(R, i, j, V)
+        u = _tile(U, i, j, V).to(dtype)
+        do_n = _load(do, t, do_t, j, T, V)
+        ru += tl.dot(r, tl.trans(u), input_precision=PREC)
+        ruT += tl.dot(u, tl.trans(r), input_precision=PREC)
+        ou += tl.dot(do_n, tl.trans(u), input_precision=PREC)
+        ouT += tl.dot(u, tl.trans(do_n), input_precision=PREC)
+        r_wide = r.to(tl.float32)
+        if beta is not None:
+            dbeta_n += tl.sum(r_wide * _load(v, t, v_t, j, T, V).to(tl.float32), 1)
+        tl.store(dv + heads[:, None] * V + j[None, :], beta_n[:, None] * r_wide, (t < T)[:, None] & (j < V)[None, :])
+    if G is not None:
+        G_n = tl.load(G + index * C + i)
+        G_end = tl.load(G + index * C + C - 1)
+        gap = G_n[:, None] - G_n[None, :]
+        D = tl.exp(tl.where(lower, gap, 0.0))
+        DT = tl.exp(tl.where(upper, -gap, 0.0))
+        ru *= D
+        ou *= D
+        ruT *= DT
+        ouT *= DT
+        Ga = tl.exp(G_n)
+        tail = tl.exp(G_end - G_n)
+    Nb = tl.where(lower, -beta_n[:, None] * ru, 0.0).to(dtype)
+    NT = tl.where(upper, -ruT, 0.0).to(dtype)
+    Z = tl.where(lower | diagonal, scale * ou, 0.0).to(dtype)
+    ZT = tl.where(upper | diagonal, scale * ouT, 0.0).to(dtype)
+    dG = tl.zeros([C], tl.float32)
+    at_end = 0.0
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        k_in = (k < K)[:, None]
+        a_n = tl.trans(_load(a, t, a_t, k, T, K))
+        q_n = tl.trans(_load(q, t, q_t, k, T, K))
+        b_n = a_n if b is None else tl.trans(_load(b, t, b_t, k, T, K))
+        q_in = tl.zeros([BK, C], tl.float32)
+        a_in = tl.zeros([BK, C], tl.float32)
+        b_in = tl.zeros([BK, C], tl.float32)
+        for v0 in tl.static_range(0, V, BV):
+            j = v0 + tl.arange(0, BV)
+            inside = k_in & (j < V)[None, :]
+            at = k[:, None] * V + j[None, :]
+            S_n = tl.load(S + at, inside, 0.0)
+            dS_n = tl.load(dS + at, inside, 0.0)
+            if V > BV:
+                r = _tile(R, i, j, V)
+                u = _tile(U, i, j, V).to(dtype)
+                do_n = _load(do, t, do_t, j, T, V)
+            q_in += tl.dot(S_n, tl.trans(do_n), input_precision=PREC)
+            a_in += tl.dot(S_n, tl.trans(r), input_precision=PREC)
+            b_in += tl.dot(dS_n, tl.trans(u), input_precision=PREC)
+            if G is not None:
+                at_end += tl.exp(G_end) * tl.sum(S_n.to(tl.float32) * dS_n.to(tl.float32))
+        q_in *= scale
+        if G is not None:
+            q_in *= Ga[None, :]
+            a_in *= Ga[None, :]
+            b_in *= tail[None, :]
+            at_end += tl.sum(b_in * b_n.to(tl.float32))
+        dqT = q_in + tl.dot(b_n, ZT, input_precision=PREC)
+        da1 = tl.dot(b_n, NT, input_precision=PREC) - a_in
+        dbT = b_in + tl.dot(a_n, Nb, input_precision=PREC) + tl.dot(q_n, Z, input_precision=PREC)
+        daT = da1 * beta_n[None, :]
+        a_wide = a_n.to(tl.float32)
+        if beta is not None:
+            dbeta_n += tl.sum(a_wide * da1, 0)
+        if G is not None:
+            dG += tl.sum(q_n.to(tl.float32) * dqT + a_wide * daT - b_n.to(tl.float32) * dbT, 0)
+        inside = k_in & (t < T)[None, :]
+        at = heads[None, :] * K + k[:, None]
+        tl.store(dq + at, dqT, inside)
+        if b is None:
+            daT += dbT
+        else:
+            tl.store(db + at, dbT, inside)
+        tl.store(da + at, daT, inside)
+    if beta is not None:
+        tl.store(dbeta + heads, dbeta_n, t < T)
+    if G is not None:
+        dG += tl.where(i == C - 1, at_end, 0.0)
+        held = tl.load(g + heads, t < T, 0.0) < _G_MIN  # taken as the floor: no gradient
+        tl.store(dg + heads, tl.where(held, 0.0, tl.cumsum(dG, 0, reverse=True)), t < T)
