@@ -22,6 +22,7 @@ from typing import Any
 
 from runners import split, watch
 from runners.budget import Allowance, Budget, Span
+from runners.cards import Cards
 from runners.durations import words
 from runners.ledger import LEASE_S, RENEW_S, Ledger
 from runners.owner import Owner
@@ -102,6 +103,7 @@ class Launch:
         self.plan, self.store, self.ledger, self.owner = plan, store, ledger, owner
         spans = functools.partial(ledger.spans, plan.sweep, without=owner.uuid)
         self.allowance = Allowance(budget or Budget(), spans, self._own_spans)
+        self.cards = Cards(given, store)
         self.given, self.only, self.failed, self.say = given, only, failed, say
         self._lock = threading.RLock()
         self._queue: deque[Member] = deque()
@@ -153,6 +155,8 @@ class Launch:
         for item in found:
             self._sort(item)
         self._total = len(found)
+        if self._queue:
+            self.cards.begin(member.trial for member in self.plan.members)
         self._tell_start(found)
         if self._retries.splits and self._queue:
             self._learn_sizes(found)
@@ -230,6 +234,8 @@ class Launch:
             self._signal = None
         if self._watch.is_due:
             self._look_for_hung()
+        with self._lock:
+            self.cards.look({trial_id: attempt for trial_id, (_, _, attempt) in self._running.items()})
         self._display.show(self._tally)
 
     def _look_for_hung(self) -> None:
@@ -257,17 +263,22 @@ class Launch:
         with self._lock:
             running = [(trial_id, attempt) for trial_id, (_, _, attempt) in self._running.items()]
         starts = [(trial_id, began(self.store.trial_folder(trial_id), attempt)) for trial_id, attempt in running]
-        return [Span(trial_id, start, None, self.given.gpu) for trial_id, start in starts if start is not None]
+        return [
+            Span(trial_id, start, None, self.cards.gpu(trial_id)) for trial_id, start in starts if start is not None
+        ]
 
     def next_job(self) -> Job | None:
         """Claim the next trial that is free. None if there is none for now."""
         with self._lock:
             self._look_elsewhere()
             while self._queue and not self._stopped_by:
-                member = self._queue.popleft()
+                member = self.cards.take(self._queue)
+                if member is None:
+                    return None  # the cards are full
                 job = self._claim(member)
                 if job is not None:
                     return job
+                self.cards.leave(member.trial.id)
             return None
 
     def _claim(self, member: Member) -> Job | None:
@@ -277,7 +288,8 @@ class Launch:
             return None
         if not self._may_begin(member):
             return None
-        attempt = self.ledger.claim(trial_id, self.owner, above=self.store.last_attempt(trial_id), gpu=self.given.gpu)
+        above, gpu = self.store.last_attempt(trial_id), self.cards.gpu(trial_id)
+        attempt = self.ledger.claim(trial_id, self.owner, above=above, gpu=gpu)
         if attempt is None:
             self._elsewhere[trial_id] = member
             return None
@@ -302,11 +314,10 @@ class Launch:
             attempt=attempt,
             slices=member.slices,
             folder=str(folder),
-            device=self.given.device,
             threads=self.given.threads,
             checkpoint_every_s=self._checkpoint_every_s,
             micro_batch=rows,
-            gpu=self.given.gpu,
+            **self.cards.job(trial_id),
         )
 
     def _may_begin(self, member: Member) -> bool:
@@ -327,12 +338,17 @@ class Launch:
         """Write how a job ended; tell a failure at once; queue it again if the plan allows."""
         with self._lock:
             member, missing, _ = self._running.pop(outcome.trial_id)
+            is_crowded = self.cards.ended(outcome)
             if not self._finish(member, outcome):
                 self._elsewhere[outcome.trial_id] = member  # a newer attempt has it
             elif outcome.status.is_done:
                 self._done += 1
                 self._worked += 1
                 (self._evaluated if missing == Need.EVALUATE else self._ran).add(outcome.trial_id)
+            elif is_crowded:
+                self._queue.append(member)
+                where = f"{member.cell}, seed {member.trial.seed}"
+                self.say(f"{where}: out of memory beside others; trying again with a card to itself")
             elif outcome.status == Status.FAILED:
                 self._worked += 1
                 if missing != Need.EVALUATE and need(self.store, member) == Need.EVALUATE:

@@ -125,6 +125,13 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def card_name() -> str:
+    """What PyTorch calls the first card, as readings and stamps do."""
+    import torch
+
+    return torch.cuda.get_device_name(0)
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -331,6 +331,8 @@ class Job:
     micro_batch: int | None = None
     """Rows to train at once, after memory ran out at more; None = the whole batch."""
     gpu: float = 0.0
+    measure: str = ""
+    """What the worker measures of a card: `memory`, or `steps` too; nothing by default."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from runners import checkpoints, split
+from runners import meter as meters
+from runners.meter import CudaMeter, Meter
 from runners.owner import Owner
 from runners.schema import SCHEMA_VERSION, EvalSlice, Failure, Job, Outcome, Status
 from runners.stamp import stamp
@@ -76,11 +78,17 @@ class LeaseLostError(Exception):
     """A newer attempt of this trial is running: this one has to stop without another word."""
 
 
-def run_job(job: Job, *, progress: Progress | None = None, should_stop: Callable[[], bool] | None = None) -> Outcome:
+def run_job(
+    job: Job,
+    *,
+    progress: Progress | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    meter: Meter | None = None,
+) -> Outcome:
     """Bring the trial's folder up to date and say how it went. Raises nothing but what ends the process.
 
     A failure leaves its traceback in `attempts/<n>/error.txt`; the outcome carries the last line. Where the folder
-    takes not even these words, on a full disk, the outcome alone tells.
+    takes not even these words, on a full disk, the outcome alone tells. `meter` stands in for the one on the card.
     """
     attempt, outcome = Path(job.folder) / "attempts" / str(job.attempt), None
     first = time.monotonic()
@@ -88,7 +96,7 @@ def run_job(job: Job, *, progress: Progress | None = None, should_stop: Callable
         attempt.mkdir(parents=True, exist_ok=True)
         with open(attempt / "log.txt", "a", encoding="utf-8") as file:
             log = Log(file.write, file.flush)
-            outcome = _attempt(job, attempt, _Work(job, log, progress, should_stop))
+            outcome = _attempt(job, attempt, _Work(job, log, progress, should_stop, meter))
             why = f" ({outcome.failure}): {outcome.error}" if outcome.failure else f": {outcome.error}"
             log(f"{outcome.status}" + (why if outcome.error else ""))
     except Exception as problem:  # the log cannot be kept; what is committed stays so
@@ -112,8 +120,9 @@ def _attempt(job: Job, attempt: Path, work: _Work) -> Outcome:
         with contextlib.suppress(OSError):
             write_text(attempt / "error.txt", traceback.format_exc())
     if failure == Failure.OOM:
-        free_memory()  # only now: the error held on to all that was on its way
         rows = work.rows_at_once
+    if failure == Failure.OOM or job.measure:
+        free_memory()  # only now: the error held on to all that was on its way; and others share the card
     return Outcome(job.trial.id, job.attempt, status, failure, error, rows)
 
 
@@ -193,8 +202,15 @@ class Log:
 class _Work:
     """One attempt at one job."""
 
-    def __init__(self, job: Job, log: Log, progress: Progress | None, should_stop: Callable[[], bool] | None) -> None:
-        self.job, self.log = job, log
+    def __init__(
+        self,
+        job: Job,
+        log: Log,
+        progress: Progress | None,
+        should_stop: Callable[[], bool] | None,
+        meter: Meter | None,
+    ) -> None:
+        self.job, self.log, self.meter = job, log, meter
         self.folder = Path(job.folder)
         self.checkpoints = self.folder / "checkpoints"
         self._tell, self._asked = progress, should_stop
@@ -212,6 +228,10 @@ class _Work:
         job = self.job
         self.engine = load_engine()
         self.device = torch.device(job.device)
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)
+        if job.measure and self.meter is None:
+            self.meter = CudaMeter(self.device, times=job.measure == "steps")
         torch.set_num_threads(job.threads)
         keep_freed_memory()
         me = dataclasses.asdict(Owner.me())
@@ -219,8 +239,15 @@ class _Work:
         self.log(
             f"attempt {job.attempt} of trial {job.trial.id}, process {os.getpid()}, {job.device}, seed {job.trial.seed}"
         )
+        status = self._bring_up_to_date()
+        if self.meter is not None and status.is_done:
+            meters.write(self.folder / "attempts" / str(job.attempt), self.meter.whole())
+        return status
+
+    def _bring_up_to_date(self) -> Status:
         if self._should_stop():
             return Status.INTERRUPTED
+        job = self.job
         result, snapshot = read_sealed(self.folder / "result.json"), None
         missing = [s for s in job.slices if read_sealed(self.folder / "evals" / f"{s.id}.json") is None]
         if result is not None and missing and result["status"] == Status.COMPLETE:
@@ -261,7 +288,7 @@ class _Work:
             start=start,
             commit=self._commit,
             progress=self._progress,
-            should_stop=self._should_stop,
+            should_stop=self._before_update,
             checkpoint_every_s=self.job.checkpoint_every_s,
             micro_batch=micro_batch,
         )
@@ -371,6 +398,13 @@ class _Work:
             write_json(self.folder / "progress.json", row | {"time": time.time()}, durable=False)
             if self._tell:
                 self._tell(step, steps, metrics)
+
+    def _before_update(self) -> bool:
+        """Training asks before each update whether to stop, which makes it the place to measure updates from."""
+        if self.meter is not None and (reading := self.meter.step()):
+            meters.write(self.folder / "attempts" / str(self.job.attempt), reading)
+            self.log(f"a card's share: {reading.memory_bytes / 2**30:.2f} GiB, busy {reading.busy or 1:.2f}")
+        return self._should_stop()
 
     def _should_stop(self) -> bool:
         now = time.monotonic()

@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -99,9 +100,20 @@ def _devices() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
-        memory = f"{card.total_memory / 2**30:.0f} GiB"
+        free, total = torch.cuda.mem_get_info(index)
+        memory = f"{total / 2**30:.0f} GiB, {free / 2**30:.0f} of them free"
         yield Finding("ok", f"GPU {index}: {card.name}, {memory}, compute capability {card.major}.{card.minor}")
+    yield Finding("ok", f"NVIDIA driver {_driver()}")
     yield Finding("ok", f"CUDA {torch.version.cuda}; Triton's assembler: {_assembler()}")
+
+
+def _driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The kernel module's version, by its own word."""
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)?", path.read_text(encoding="utf-8"))
+    except OSError:
+        found = None
+    return found[0] if found else "of an unknown version"
 
 
 def _assembler() -> str:

@@ -119,8 +119,6 @@ def not_there_yet(plan: Plan, catalog: Catalog | None = None) -> list[str]:
     spec = plan.spec
     found = [f"{word} (in the spec, checked, not run yet)" for word in ("search", "prune") if word in spec]
     gpu = plan.resources.get("gpu")
-    if gpu == "auto":
-        found.append(f"resources.gpu: {gpu} (several trials on one GPU)")
     if isinstance(gpu, int | float) and gpu > 1:
         found.append(f"resources.gpu: {gpu:g} (one trial on several GPUs; a share, 1 and auto are there)")
     distributions = [path for path in _item_searches(spec) if "search" not in spec]
