@@ -24,6 +24,8 @@ class Blocks(NamedTuple):
     """Key columns, padded to a power of two."""
     V: int
     """Value columns of one program of the state passes."""
+    V_scan: int
+    """The same, where segments are scanned: over V + K columns."""
     K_tile: int
     V_tile: int
     """Columns that `gradients` and `prepare` hold at once."""
@@ -47,10 +49,11 @@ def blocks(T: int, K: int, V: int, dtype: torch.dtype) -> Blocks:
         C,
         padded_K,
         V_pass,
+        128 if padded_K <= 64 and not wide else V_pass,
         min(padded_K, 32 if wide else 64),
         min(padded_V, 32 if wide else 128),
         8 if padded_K > 128 or (wide and padded_K > 64) else 4,
-        1 if wide or padded_K > 128 else 2,
+        1 if wide or padded_K > 128 else 3 if padded_K <= 64 else 2,
         4 if padded_K <= 64 else 8,
         "tf32x3" if wide else "tf32",
     )
@@ -126,24 +129,22 @@ class DeltaRule(torch.autograd.Function):
                 q, a, a if b is None else b, beta, g, L, P, G, T, H, group, *qab,
                 K=K, BK=size.K_tile, C=size.C, PREC=size.precision, num_warps=size.tile_warps, num_stages=1,
             )  # fmt: skip
-            copy = None if Ti is L else Ti
-            device.invert[(B * N * H,)](L, copy, C=size.C, PREC="tf32x3", num_warps=1, num_stages=1)
-            shape: dict[str, Any] = {"K": K, "BK": size.K, "V": V, "BV": size.V, "C": size.C}
-            launch = {"PREC": size.precision, "num_warps": size.warps, "num_stages": size.stages}
-            first = start
+            inverse = "tf32x3" if q.dtype == torch.float32 else "tf32"
+            device.invert[(B * N * H,)](L, Ti, C=size.C, PREC=inverse, num_warps=1, num_stages=1)
+            shape: dict[str, Any] = {"K": K, "BK": size.K, "V": V, "C": size.C, "PREC": size.precision}
+            launch: dict[str, Any] = {"num_warps": size.warps, "num_stages": size.stages}
+            built = Phi = None
             if segments > 1:
-                first, Phi = scratch(B, H, segments, K, V), scratch(B, H, segments, K, K)
-                wide = columns + triton.cdiv(K, size.V)
+                built, Phi = scratch(B, H, segments, K, V), scratch(B, H, segments, K, K)
+                wide = triton.cdiv(V + K, size.V_scan)
                 device.forward[(B * H * segments * wide,)](
-                    None, a, b, v, beta, G, Ti, None, None, None, first, None, None, None, Phi,
-                    scale, T, H, group, segments, wide, *qab, *_strides(v), **shape, **launch, SCAN=True,
+                    None, a, b, v, beta, G, Ti, None, None, None, None, None, None, None, built, Phi,
+                    scale, T, H, group, segments, wide, *qab, *_strides(v),
+                    **shape, BV=size.V_scan, **launch, SCAN=True,
                 )  # fmt: skip
-                device.merge[(B * H * columns,)](
-                    first, Phi, start, segments, K=K, BK=size.K, V=V, BV=size.V, REVERSE=False, num_warps=4
-                )
             device.forward[(B * H * segments * columns,)](
-                q, a, b, v, beta, G, Ti, P, first, o, end, U, S, m, None,
-                scale, T, H, group, segments, columns, *qab, *_strides(v), **shape, **launch, SCAN=False,
+                q, a, b, v, beta, G, Ti, P, start, o, end, U, S, m, built, Phi,
+                scale, T, H, group, segments, columns, *qab, *_strides(v), **shape, BV=size.V, **launch, SCAN=False,
             )  # fmt: skip
         ctx.save_for_backward(q, a, b, v, beta, g, G, Ti, P, U, S, Phi)
         ctx.scale, ctx.segments, ctx.has_start = scale, segments, start is not None
@@ -183,20 +184,20 @@ class DeltaRule(torch.autograd.Function):
         dv = scratch(B, T, H, V, dtype=q.dtype)
         dbeta, dg = (None if x is None else scratch(B, T, H) for x in (beta, g))
         with _on(q):
-            shape: dict[str, Any] = {"K": K, "BK": size.K, "V": V, "BV": size.V, "C": size.C}
-            launch = {"PREC": size.precision, "num_warps": size.warps, "num_stages": size.stages}
+            settings: dict[str, Any] = {
+                **{"K": K, "BK": size.K, "V": V, "BV": size.V, "C": size.C, "PREC": size.precision},
+                **{"num_warps": size.warps, "num_stages": size.stages},
+            }
             sizes = (ctx.scale, T, H, group, segments, columns, *qab, *_strides(do))
-            last = dend
+            built = None
             if segments > 1:
-                last = scratch(B, H, segments, K, V)
+                built = scratch(B, H, segments, K, V)
                 device.reverse[(B * H * segments * columns,)](
-                    q, a, b, do, dux, beta, G, Ti, P, None, None, None, last, *sizes, **shape, **launch, SCAN=True
-                )
-                device.merge[(B * H * columns,)](
-                    last, Phi, dend, segments, K=K, BK=size.K, V=V, BV=size.V, REVERSE=True, num_warps=4
-                )
+                    q, a, b, do, dux, beta, G, Ti, P, None, None, None, None, built, None,
+                    *sizes, **settings, SCAN=True,
+                )  # fmt: skip
             device.reverse[(B * H * segments * columns,)](
-                q, a, b, do, dux, beta, G, Ti, P, last, R, dS, dstart, *sizes, **shape, **launch, SCAN=False
+                q, a, b, do, dux, beta, G, Ti, P, dend, R, dS, dstart, built, Phi, *sizes, **settings, SCAN=False
             )
             device.gradients[(B * N * H,)](
                 q, a, b, v, do, beta, g, G, U, S, R, dS, dq, da, db, dv, dbeta, dg,

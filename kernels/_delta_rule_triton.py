@@ -13,7 +13,7 @@ The equations are those of `delta_rule.py`. One chunk of C tokens, * scaling row
 `scores` and `invert` (every chunk at once) keep P, G and T; `forward` walks the chunks of one head and one tile of
 value columns; `reverse` walks them back and keeps R and dS'; `gradients` (every chunk at once) does the rest. A long
 sequence is cut into segments: `forward` and `reverse` first run on all of them from nothing (SCAN), forward also on
-the columns of the identity, which gives each segment's transition Phi; `merge` chains them.
+the columns of the identity, which gives each segment's transition Phi; the pass proper chains those before it.
 
 On Hopper a product kept in registers was seen to go wrong as the left factor of the next: here every left factor
 comes from memory. That is why P and T are stored and why `gradients` computes the transposed gradients. The one
@@ -92,51 +92,54 @@ def scores(
     if beta is not None:
         ab *= tl.load(beta + heads, t < T, 0.0)[:, None]
     tile = index * C * C + i[:, None] * C + i[None, :]
-    tl.store(L + tile, tl.where(i[:, None] > i[None, :], ab, 0.0))
+    blocks = (i // 16)[:, None] >= (i // 16)[None, :]  # those that `invert` reads
+    tl.store(L + tile, tl.where(i[:, None] > i[None, :], ab, 0.0), blocks)
     tl.store(P + tile, tl.where(i[:, None] >= i[None, :], qb, 0.0))
 
 
 @triton.jit
 def invert(L, Ti, C: tl.constexpr, PREC: tl.constexpr):
-    """T = (I + L)^-1 of one chunk in blocks of 16, in place; a copy in another dtype goes to `Ti`, if there is one.
+    """T = (I + L)^-1 of one chunk, in blocks of 16 from the top: T_rc = -T_rr (sum over c <= m < r of L_rm T_mc).
 
-    Below the diagonal T_rc = -T_rr (sum over c <= m < r of L_rm T_mc): columns upwards, so that L_rc is read before
-    T_rc takes its place.
+    `Ti` may be `L`: a row of blocks is read before it is written.
     """
     index = tl.program_id(0).to(tl.int64)
     L += index * C * C
+    Ti += index * C * C
     i = tl.arange(0, 16)
     tile = i[:, None] * C + i[None, :]
-    for r in range(C // 16):
-        at = L + r * 16 * (C + 1) + tile
-        tl.store(at, _inverse_16(tl.load(at), PREC))
-    tl.debug_barrier()
-    for r in range(1, C // 16):
-        for c in range(r):
-            total = tl.zeros([16, 16], tl.float32)
-            for m in range(c, r):
-                left = tl.load(L + (r * C + m) * 16 + tile)
-                total += tl.dot(left, tl.load(L + (m * C + c) * 16 + tile), input_precision=PREC)
-            below = tl.dot(tl.load(L + r * 16 * (C + 1) + tile), total, input_precision=PREC)
-            tl.debug_barrier()
-            tl.store(L + (r * C + c) * 16 + tile, -below)
-            tl.debug_barrier()
-    if Ti is not None:
-        for r in range(C // 16):
-            rows = (r * 16 + i)[:, None] * C + tl.arange(0, C)[None, :]
-            tl.store(Ti + index * C * C + rows, tl.load(L + rows))
+    inverse = ()
+    for r in tl.static_range(C // 16):
+        row = ()
+        for m in tl.static_range(r):
+            row = row + (tl.load(L + (r * C + m) * 16 + tile),)  # noqa: RUF005 (the compiler knows no unpacking)
+        X = _inverse_16(tl.load(L + r * 16 * (C + 1) + tile), PREC)
+        for c in tl.static_range(r):
+            total = tl.dot(row[c], inverse[c * (c + 3) // 2], input_precision=PREC)
+            for m in tl.static_range(c + 1, r):
+                total += tl.dot(row[m], inverse[m * (m + 1) // 2 + c], input_precision=PREC)
+            below = -tl.dot(X, total, input_precision=PREC)
+            inverse = inverse + (below,)  # noqa: RUF005
+            tl.store(Ti + (r * C + c) * 16 + tile, below)
+        inverse = inverse + (X,)  # noqa: RUF005
+        tl.store(Ti + (r * C + r) * 16 + tile, X)
+        for c in tl.static_range(r + 1, C // 16):
+            tl.store(Ti + (r * C + c) * 16 + tile, tl.zeros([16, 16], tl.float32))
 
 
 @triton.jit
 def forward(
-    q, a, b, v, beta, G, Ti, P, start, o, end, U, S, m, Phi,
+    q, a, b, v, beta, G, Ti, P, start, o, end, U, S, m, built, Phi,
     scale, T, H, group, n_segments, n_columns,
     q_b, q_t, q_h, a_b, a_t, a_h, b_b, b_t, b_h, v_b, v_t, v_h,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
     SCAN: tl.constexpr,
 ):  # fmt: skip
-    """One segment of one head, a tile of value columns: o, and the state at its end. Outputs that are None are not
-    written. SCAN: no output; from nothing, `end` gets the state; tiles past V get Phi, from the identity."""
+    """One segment of one head, a tile of value columns: o, and the last state. Outputs that are None are not written.
+
+    SCAN: the state that the segment builds from nothing, and behind the V columns its transition Phi, from the
+    identity. Without, those of the segments before give the state to start from.
+    """
     pid = tl.program_id(0).to(tl.int64)
     column = pid % n_columns
     segment = (pid // n_columns) % n_segments
@@ -154,24 +157,26 @@ def forward(
     dtype = a.dtype.element_ty
     i = tl.arange(0, C)
     k = tl.arange(0, BK)
-    values = column * BV < V
     j = column * BV + tl.arange(0, BV)
-    j_phi = (column - tl.cdiv(V, BV)) * BV + tl.arange(0, BV)
-    n_values = tl.where(values, T, 0)
     inside = (k < K)[:, None] & (j < V)[None, :]
     at = k[:, None] * V + j[None, :]
+    square = k[:, None] * K + k[None, :]
+    x = tl.zeros([BK, BV], tl.float32)
     if SCAN:
-        x = tl.where((k[:, None] == j_phi[None, :]) & (not values), 1.0, 0.0)
+        x = tl.where(k[:, None] == j[None, :] - V, 1.0, 0.0)
     elif start is not None:
-        x = tl.load(start + (bh * n_segments + segment) * K * V + at, inside, 0.0)
-    else:
-        x = tl.zeros([BK, BV], tl.float32)
+        x = tl.load(start + bh * K * V + at, inside, 0.0)
+    if (not SCAN) and (built is not None):
+        for s in range(bh * n_segments, bh * n_segments + segment):
+            phi = tl.load(Phi + s * K * K + square, (k < K)[:, None] & (k < K)[None, :], 0.0)
+            added = tl.load(built + s * K * V + at, inside, 0.0)
+            x = added + tl.dot(phi, x, input_precision="tf32x3")
     for n in range(segment * per, tl.minimum(N, segment * per + per)):
         index = (i_b * N + n) * H + h
         t = n * C + i
         a_n = _load(a, t, a_t, k, T, K)
         bT = tl.trans(a_n if b is None else _load(b, t, b_t, k, T, K))
-        e = _load(v, t, v_t, j, n_values if SCAN else T, V).to(tl.float32)
+        e = _load(v, t, v_t, j, T, V).to(tl.float32)
         x_n = x.to(dtype)
         read = tl.dot(a_n, x_n, input_precision=PREC)
         if G is not None:
@@ -202,52 +207,27 @@ def forward(
             x *= tl.exp(G_end)
         x += tl.dot(bT, u.to(dtype), input_precision=PREC)
     if SCAN:
-        tl.store(end + (bh * n_segments + segment) * K * V + at, x, inside)
-        inside = (k < K)[:, None] & ((j_phi >= 0) & (j_phi < K))[None, :]
-        tl.store(Phi + (bh * n_segments + segment) * K * K + k[:, None] * K + j_phi[None, :], x, inside)
+        tl.store(built + (bh * n_segments + segment) * K * V + at, x, inside)
+        inside = (k < K)[:, None] & ((j >= V) & (j < V + K))[None, :]
+        tl.store(Phi + (bh * n_segments + segment) * K * K + k[:, None] * K + (j - V)[None, :], x, inside)
     else:
         tl.store(end + bh * K * V + at, x, inside & (segment == n_segments - 1))
 
 
 @triton.jit
-def merge(
-    x, Phi, start, n_segments,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """Chains the segments of one head, a tile of value columns: x holds what each adds and becomes what each starts
-    from (REVERSE: the gradient at its end)."""
-    pid = tl.program_id(0).to(tl.int64)
-    bh = pid // tl.cdiv(V, BV)
-    k = tl.arange(0, BK)
-    j = pid % tl.cdiv(V, BV) * BV + tl.arange(0, BV)
-    inside = (k < K)[:, None] & (j < V)[None, :]
-    at = k[:, None] * V + j[None, :]
-    square = k[:, None] * K + k[None, :]
-    s = tl.zeros([BK, BV], tl.float32)
-    if start is not None:
-        s = tl.load(start + bh * K * V + at, inside, 0.0)
-    for step in range(n_segments):
-        segment = bh * n_segments + step
-        if REVERSE:
-            segment = bh * n_segments + n_segments - 1 - step
-        phi = tl.load(Phi + segment * K * K + square, (k < K)[:, None] & (k < K)[None, :], 0.0)
-        if REVERSE:
-            phi = tl.trans(phi)
-        added = tl.load(x + segment * K * V + at, inside, 0.0)
-        tl.store(x + segment * K * V + at, s, inside)
-        s = added + tl.dot(phi, s, input_precision="tf32x3")
-
-
-@triton.jit
 def reverse(
-    q, a, b, do, dux, beta, G, Ti, P, end, R, dS, dstart,
+    q, a, b, do, dux, beta, G, Ti, P, end, R, dS, dstart, built, Phi,
     scale, T, H, group, n_segments, n_columns,
     q_b, q_t, q_h, a_b, a_t, a_h, b_b, b_t, b_h, do_b, do_t, do_h,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
     SCAN: tl.constexpr,
 ):  # fmt: skip
-    """One segment of one head, a tile of value columns, from its last chunk to its first: R, the state's gradient at
-    each chunk's end, and at the segment's start. SCAN: from nothing; only the last, at every segment."""
+    """One segment of one head, a tile of value columns, from its last chunk to its first: R, and the state's gradient
+    at each chunk's end and before the first chunk.
+
+    SCAN: the gradient at the segment's start, from nothing. Without, those of the segments behind give what to start
+    from.
+    """
     pid = tl.program_id(0).to(tl.int64)
     segment = (pid // n_columns) % n_segments
     bh = pid // n_columns // n_segments
@@ -268,7 +248,14 @@ def reverse(
     at = k[:, None] * V + j[None, :]
     x = tl.zeros([BK, BV], tl.float32)
     if (not SCAN) and (end is not None):
-        x = tl.load(end + (bh * n_segments + segment) * K * V + at, inside, 0.0)
+        x = tl.load(end + bh * K * V + at, inside, 0.0)
+    if (not SCAN) and (built is not None):
+        square = k[:, None] * K + k[None, :]
+        for step in range(n_segments - 1 - segment):
+            s = bh * n_segments + n_segments - 1 - step
+            phi = tl.load(Phi + s * K * K + square, (k < K)[:, None] & (k < K)[None, :], 0.0)
+            added = tl.load(built + s * K * V + at, inside, 0.0)
+            x = added + tl.dot(tl.trans(phi), x, input_precision="tf32x3")
     first = segment * per
     last = tl.minimum(N, first + per) - 1
     for step in range(last - first + 1):
@@ -301,7 +288,7 @@ def reverse(
         x += tl.dot(tl.trans(_load(q, t, q_t, k, T, K)), into.to(dtype), input_precision=PREC)
         x -= tl.dot(tl.trans(a_n), r.to(dtype), input_precision=PREC)
     if SCAN:
-        tl.store(dstart + (bh * n_segments + segment) * K * V + at, x, inside)
+        tl.store(built + (bh * n_segments + segment) * K * V + at, x, inside)
     elif dstart is not None:
         tl.store(dstart + bh * K * V + at, x, inside & (segment == 0))
 
@@ -339,6 +326,12 @@ def gradients(
     beta_n = tl.full([C], 1.0, tl.float32)
     if beta is not None:
         beta_n = tl.load(beta + heads, t < T, 0.0)
+    k = tl.arange(0, BK)
+    a_k = _load(a, t, a_t, k, T, K)  # early: the first products then hide the wait
+    q_k = _load(q, t, q_t, k, T, K)
+    b_k = a_k if b is None else _load(b, t, b_t, k, T, K)
+    S_n = _load(S, k, V, tl.arange(0, BV), K, V)
+    dS_n = _load(dS, k, V, tl.arange(0, BV), K, V)
     ru = tl.zeros([C, C], tl.float32)
     ruT = tl.zeros([C, C], tl.float32)
     ou = tl.zeros([C, C], tl.float32)
@@ -377,20 +370,19 @@ def gradients(
     at_end = 0.0
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
-        k_in = (k < K)[:, None]
-        a_n = tl.trans(_load(a, t, a_t, k, T, K))
-        q_n = tl.trans(_load(q, t, q_t, k, T, K))
-        b_n = a_n if b is None else tl.trans(_load(b, t, b_t, k, T, K))
+        a_n, q_n = tl.trans(a_k), tl.trans(q_k)
+        b_n = a_n if b is None else tl.trans(b_k)
+        a_k = _load(a, t, a_t, k + BK, T, K)
+        q_k = _load(q, t, q_t, k + BK, T, K)
+        b_k = a_k if b is None else _load(b, t, b_t, k + BK, T, K)
         q_in = tl.zeros([BK, C], tl.float32)
         a_in = tl.zeros([BK, C], tl.float32)
         b_in = tl.zeros([BK, C], tl.float32)
         for v0 in tl.static_range(0, V, BV):
             j = v0 + tl.arange(0, BV)
-            inside = k_in & (j < V)[None, :]
-            at = k[:, None] * V + j[None, :]
-            S_n = tl.load(S + at, inside, 0.0)
-            dS_n = tl.load(dS + at, inside, 0.0)
             if V > BV:
+                S_n = _load(S, k, V, j, K, V)
+                dS_n = _load(dS, k, V, j, K, V)
                 r = _tile(R, i, j, V)
                 u = _tile(U, i, j, V).to(dtype)
                 do_n = _load(do, t, do_t, j, T, V)
@@ -399,6 +391,9 @@ def gradients(
             b_in += tl.dot(dS_n, tl.trans(u), input_precision=PREC)
             if G is not None:
                 at_end += tl.exp(G_end) * tl.sum(S_n.to(tl.float32) * dS_n.to(tl.float32))
+        if V <= BV:
+            S_n = _load(S, k + BK, V, tl.arange(0, BV), K, V)
+            dS_n = _load(dS, k + BK, V, tl.arange(0, BV), K, V)
         q_in *= scale
         if G is not None:
             q_in *= Ga[None, :]
@@ -414,7 +409,7 @@ def gradients(
             dbeta_n += tl.sum(a_wide * da1, 0)
         if G is not None:
             dG += tl.sum(q_n.to(tl.float32) * dqT + a_wide * daT - b_n.to(tl.float32) * dbT, 0)
-        inside = k_in & (t < T)[None, :]
+        inside = (k < K)[:, None] & (t < T)[None, :]
         at = heads[None, :] * K + k[:, None]
         tl.store(dq + at, dqT, inside)
         if b is None:
