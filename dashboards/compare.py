@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from dashboards import stats
+from dashboards import stats, tuning
 from dashboards.table import COMPARED_STAMPS, Results, chance
+from dashboards.tuning import UNTUNED, Tuning
 from runners.schema import Member, Pair, Plan, Status, Test
 
 
@@ -53,6 +54,7 @@ class Comparison:
     """Effect in each block: descriptive, without a test of its own."""
     needs: str = ""
     effect_sd: float | None = None
+    tuning: Tuning = UNTUNED
 
     @property
     def mean_a(self) -> float:
@@ -86,15 +88,24 @@ def _judge(
     plan: Plan, test: Test, pairs: list[PairScore], p: float | None, p_adjusted: float | None, looks: int
 ) -> Comparison:
     missing = len(test.pairs) - len(pairs)
+    tuned = tuning.of(plan, test)
     needed = stats.pairs_needed(len(plan.tests), looks) if _by_flips(test) else 0
     if not pairs:
         reason = f"none of {len(test.pairs)} pairs is finished"
-        return Comparison(test, (), missing, math.nan, None, None, None, None, stats.Verdict.MISSING, reason)
+        return Comparison(
+            test, (), missing, math.nan, None, None, None, None, stats.Verdict.MISSING, reason, tuning=tuned
+        )
     blocks = _blocks(pairs, "difference")
     found = stats.estimate(blocks)
     margin = _margin(test)
     evidence = stats.Evidence(found, p_adjusted, len(pairs), missing, needed, test.direction, margin)
     verdict, reason = stats.judge(evidence)
+    if tuned.is_selected:
+        # The best of more suggestions is better by chance alone, as it was chosen on these very scores.
+        if not tuned.is_alike and verdict != stats.Verdict.MISSING:
+            verdict, reason = stats.Verdict.CANNOT_TELL, f"selected on these seeds, from {tuned.words()}"
+        else:
+            reason += "; selected on these seeds"
     interval = found.interval()
     if interval is not None and test.scale != "ratio" and (bounds := bounds_of(plan, test.metric)):
         widest = bounds[1] - bounds[0]
@@ -114,6 +125,7 @@ def _judge(
         effect_sd=stats.effect_in_sd(_blocks(pairs, "a"), _blocks(pairs, "b"), found.mean)
         if test.scale != "ratio"
         else None,
+        tuning=tuned,
     )
     return replace(out, needs=_needs(plan, out, blocks, needed, margin, looks))
 

@@ -17,6 +17,8 @@ from dashboards import cells, table
 from dashboards.figures import main_metric, title
 from dashboards.labels import bytes_text
 from runners.schema import Plan, UserError
+from runners.search import Searches
+from runners.store import Store
 
 FORMATS = ("csv", "parquet", "latex", "md")
 
@@ -25,6 +27,7 @@ def export(plan: Plan, store: Path, format: str) -> bytes:
     """The results of `plan` in `format`, one of `FORMATS`. Raises `UserError` for an unknown one."""
     if format not in FORMATS:
         raise UserError(f"--format {format}: not a format; choose one of {', '.join(FORMATS)}")
+    plan = Searches(plan, Store.open(store)).view().plan
     results = table.load(plan, store)
     if format == "csv":
         return results.members.to_csv(index=False).encode()

@@ -18,7 +18,7 @@ from typing import Any
 
 import jinja2
 
-from dashboards import cells, style, table, words
+from dashboards import cells, searches, style, table, words
 from dashboards.compare import Comparison, compare
 from dashboards.figures import draw, main_metric, title
 from dashboards.labels import bytes_text, effect_text, nearly, p_text, side, signed, verdict_text
@@ -26,6 +26,7 @@ from dashboards.stats import Verdict
 from runners import store as stores
 from runners.ledger import Ledger
 from runners.schema import Plan, Status
+from runners.search import Searches
 
 HERE = Path(__file__).parent
 LOOKS_FILE = "looks.json"
@@ -49,6 +50,8 @@ def build(plan: Plan, store_path: Path, revision: str, out: Path, looks: int = 1
     `looks` is how often this sweep's results were read before seeds were added, this time included (`count_look`):
     p values are multiplied by it.
     """
+    view = Searches(plan, stores.Store.open(store_path)).view()
+    plan = view.plan
     results = table.load(plan, store_path, known(store_path, plan.sweep, int(revision)))
     comparisons = compare(plan, results, looks)
     found = cells.collect(plan, results)
@@ -56,8 +59,9 @@ def build(plan: Plan, store_path: Path, revision: str, out: Path, looks: int = 1
     figures = draw(plan, results, comparisons, provenance)
     out.mkdir(parents=True, exist_ok=True)
     files = [path for figure in figures for path in style.save(figure, out / "figures")]
-    view = _view(plan, results, comparisons, found, revision, looks, store_path)
-    view["figures"] = [
+    shown = _view(plan, results, comparisons, found, revision, looks, store_path)
+    shown["searches"] = searches.rows(view.states)
+    shown["figures"] = [
         {
             "name": figure.name,
             "title": figure.title,
@@ -69,14 +73,14 @@ def build(plan: Plan, store_path: Path, revision: str, out: Path, looks: int = 1
         }
         for figure in figures
     ]
-    view["vega"] = _vega() if figures else ""
-    texts = {"report.html": _render("report.html.j2", view), "report.md": _render("report.md.j2", view)}
+    shown["vega"] = _vega() if figures else ""
+    texts = {"report.html": _render("report.html.j2", shown), "report.md": _render("report.md.j2", shown)}
     texts["table.csv"] = results.members.to_csv(index=False)
     for name, text in texts.items():
         stores.write_text(out / name, text, durable=False)
     files += [out / name for name in texts]
-    warnings = tuple(filter(None, [view["unfinished"], *view["notes"]]))
-    return Report(out / "report.html", tuple(files), view["answer"], results.counts(), warnings, tuple(comparisons))
+    warnings = tuple(filter(None, [shown["unfinished"], *shown["notes"]]))
+    return Report(out / "report.html", tuple(files), shown["answer"], results.counts(), warnings, tuple(comparisons))
 
 
 def known(store_path: Path, sweep: str, revision: int) -> dict[str, tuple[Status, str | None]]:
@@ -99,7 +103,7 @@ def count_look(store: stores.Store, sweep: str, revision: int) -> int:
     adding settings is none. Reports of a sweep that has no result yet are not counted. A store that cannot be written
     keeps its count.
     """
-    plan = store.plan(sweep, revision)[1]
+    plan = Searches(store.plan(sweep, revision)[1], store).view().plan
     path = store.root / "sweeps" / sweep / LOOKS_FILE
     seen: list[list[int]] = stores.read_json(path) or []
     seeds = sorted({member.trial.seed for member in plan.members})

@@ -111,6 +111,8 @@ class _Reader:
         status, error = self._status(folder, member, result)
         row: dict[str, Any] = {"trial": trial.id, "arm": member.arm, "cell": member.cell, "seed": trial.seed}
         row |= {"status": str(status), **member.varying, "state_bytes": member.state_bytes}
+        if member.searched is not None:
+            row |= {"suggestion": member.searched.number, **member.searched.values}
         row |= {name: result.get(name) for name in RESULT_FIELDS}
         stamp = result.get("stamp") or {}
         if stamp:
@@ -150,7 +152,9 @@ class _Reader:
         """Where the member stands, and its last error line if it failed."""
         if result.get("status") == Status.DIVERGED:
             return Status.DIVERGED, None
-        if result and all((member.trial.id, piece.id) in self.evals for piece in member.slices):
+        if result.get("status") == Status.COMPLETE and all(
+            (member.trial.id, piece.id) in self.evals for piece in member.slices
+        ):
             return Status.COMPLETE, None
         known, last = self.known.get(member.trial.id, (None, None))
         if known in (Status.RUNNING, Status.PRUNED, Status.FAILED):

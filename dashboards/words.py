@@ -129,7 +129,7 @@ def notes(
         out += [f"{side(found.test.name)}: {text}" for text in _beware(found)]
     if looks > 1:
         out.append(f"this sweep was looked at {looks} times while seeds were added: every p value is multiplied by it")
-    if dict(plan.spec.get("search") or {}).get("seeds") == "same":
+    if any(search.is_same for search in plan.searches):
         out.append("winners were selected on the seeds shown here: their scores are biased upwards")
     for name in stamps_that_differ(plan, results):
         out.append(f"trials differ in {name}: see provenance")
@@ -145,6 +145,8 @@ def _beware(found: Comparison) -> list[str]:
         out.append(f"{counted(found.n_diverged, 'diverged trial')} in its pairs, scored at chance")
     if found.test.unpaired_a or found.test.unpaired_b:
         out.append(f"{counted(found.test.unpaired_a, 'trial')} of a and {found.test.unpaired_b} of b without a partner")
+    if found.tuning.a != found.tuning.b or len(found.tuning.a) > 1:
+        out.append(f"the sides were not tuned alike: {found.tuning.words()}")
     if found.n_stamps_differ:
         out.append(f"{counted(found.n_stamps_differ, 'pair')} run under different code, versions or devices")
     return out

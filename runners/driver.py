@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from sqlalchemy.exc import OperationalError
@@ -15,6 +16,7 @@ from runners.overview import SweepStatus, TrialStatus, doctor, status
 from runners.owner import Owner
 from runners.resources import Share, share
 from runners.schema import Exit, Plan, UserError
+from runners.search import Resolve, Searches
 from runners.store import Store
 from runners.survey import survey
 
@@ -33,10 +35,12 @@ def launch(
     say: Say = print,
     tty: bool = False,
     for_s: float | None = None,
+    resolve: Resolve | None = None,
 ) -> Summary:
     """Run what is missing of `plan` and return when every selected trial has ended, here or in another driver.
 
-    `only` = trial ids; `failed` = also run again what failed before; `tty` = a live line instead of one in 10 s.
+    `only` = ids of trials and slots; `failed` = also run again what failed before; `tty` = a live line instead of one
+    in 10 s; `resolve` = what makes trials of suggested values, for a plan that searches.
     `for_s` = seconds after which it stops at a checkpoint, as it does when the plan's budget is spent: exit code 4.
     Raises `UserError` where nothing can be run, or where store or ledger fail meanwhile. SIGINT, SIGTERM and SIGHUP
     end it at a checkpoint, exit code 130.
@@ -53,7 +57,8 @@ def launch(
     ledger.register(owner)
     try:
         budget = _budget(plan, given, for_s, say)
-        return Launch(plan, opened, ledger, owner, given, only, failed, say, budget).run(executor, tracking_uri, tty)
+        launched = Launch(plan, opened, ledger, owner, given, only, failed, say, budget, resolve)
+        return launched.run(executor, tracking_uri, tty)
     except BrokenPipeError:
         raise  # whoever read what `say` printed has gone
     except (OSError, OperationalError) as error:
@@ -103,7 +108,9 @@ def sync(
         ledger.release_dead()
         for name, (revision, plan) in plans.items():
             ledger.record_plan(plan, revision)
-            survey(opened, ledger, plan, revision, None)
+            members = Searches(plan, opened).view().members
+            ledger.add_members(name, revision, members)
+            survey(opened, ledger, replace(plan, members=members), revision, None)
             projection = record.Projection(opened, ledger, plan, revision, uri, restore=restore)
             if not ledger.claim_projector(projection.key, name, owner):
                 say(f"{name}: another driver is writing to MLflow now")

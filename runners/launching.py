@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,15 @@ from runners.budget import Allowance, Budget, Span
 from runners.cards import Cards
 from runners.durations import words
 from runners.ledger import LEASE_S, RENEW_S, Ledger
+from runners.members import Members
 from runners.owner import Owner
 from runners.progress import Display, Pace, Tally
 from runners.resources import Share, make_executor, remember
 from runners.retry import Retries, is_disk_full
 from runners.schema import Exit, Failure, Job, Member, Outcome, Plan, Status, UserError
+from runners.search import Resolve
 from runners.store import Store
-from runners.survey import Found, Need, counts, need, survey
+from runners.survey import Found, Need, counts, look, need, survey
 from runners.trial import began
 from runners.watch import Watch
 
@@ -99,6 +101,7 @@ class Launch:
         failed: bool,
         say: Say,
         budget: Budget | None = None,
+        resolve: Resolve | None = None,
     ) -> None:
         self.plan, self.store, self.ledger, self.owner = plan, store, ledger, owner
         spans = functools.partial(ledger.spans, plan.sweep, without=owner.uuid)
@@ -106,6 +109,7 @@ class Launch:
         self.cards = Cards(given, store)
         self.given, self.only, self.failed, self.say = given, only, failed, say
         self._lock = threading.RLock()
+        self._members = Members(plan, store, only, resolve)
         self._queue: deque[Member] = deque()
         self._elsewhere: dict[str, Member] = {}
         self._running: dict[str, tuple[Member, Need, int]] = {}
@@ -114,7 +118,7 @@ class Launch:
         self._watch = Watch(self._retries.rules["hang"])
         self._ran: set[str] = set()
         self._evaluated: set[str] = set()
-        self._done = 0
+        self._done: set[str] = set()
         self._worked = 0
         self._pace = Pace()
         self._stopped_by: str | None = None
@@ -151,12 +155,13 @@ class Launch:
         remember(self.store.revision_folder(self.plan.sweep, self.revision), self.given)
         if is_new and self.revision > 1:
             self._tell_dropped()
-        found = survey(self.store, self.ledger, self.plan, self.revision, self.only)
+        members = self._members.begin()
+        self.ledger.add_members(self.plan.sweep, self.revision, self._members.made(), len(self.plan.members))
+        found = survey(self.store, self.ledger, replace(self.plan, members=members), self.revision, None)
         for item in found:
             self._sort(item)
-        self._total = len(found)
         if self._queue:
-            self.cards.begin(member.trial for member in self.plan.members)
+            self.cards.begin(member.trial for member in members)
         self._tell_start(found)
         if self._retries.splits and self._queue:
             self._learn_sizes(found)
@@ -178,8 +183,10 @@ class Launch:
     def _sort(self, item: Found) -> None:
         """Put a member where it belongs: done, held by another driver, failed for good, or to run."""
         member, row = item.member, item.row
+        if member.is_open:
+            return  # its search says when
         if item.need == Need.NOTHING:
-            self._done += 1
+            self._done.add(member.trial.id)
         elif row.owner is not None and row.owner != self.owner.uuid:
             self._elsewhere[member.trial.id] = member
         elif row.status == Status.FAILED and not self.failed:
@@ -190,11 +197,12 @@ class Launch:
     def _tell_start(self, found: list[Found]) -> None:
         needs = Counter(item.need for item in found)
         todo = len(self._queue)
-        head = f"{self.plan.sweep} revision {self.revision}: {len(found)} trials, {needs[Need.NOTHING]} already done"
+        total = self._members.total
+        head = f"{self.plan.sweep} revision {self.revision}: {total} trials, {needs[Need.NOTHING]} already done"
         if not todo and not self._elsewhere:
             self.say(f"{head}: 0 to run" + (f", {len(self._failures)} failed before" if self._failures else ""))
             return
-        parts = [f"{todo} to run"]
+        parts = [f"{todo} to run" + (" now, more as searches go on" if total > len(found) else "")]
         if needs[Need.EVALUATE]:
             parts.append(f"{needs[Need.EVALUATE]} of them only to evaluate")
         if needs[Need.RETRAIN]:
@@ -284,7 +292,7 @@ class Launch:
     def _claim(self, member: Member) -> Job | None:
         trial_id = member.trial.id
         if self._is_done_elsewhere(member):
-            self._done += 1
+            self._end(member)
             return None
         if not self._may_begin(member):
             return None
@@ -296,7 +304,7 @@ class Launch:
         missing = need(self.store, member)
         if missing == Need.NOTHING:  # another driver was faster, just now
             self._finish(member, Outcome(trial_id, attempt, Status((self.store.result(trial_id) or {})["status"])))
-            self._done += 1
+            self._end(member)
             return None
         try:
             self.store.check_settings(member.trial)
@@ -317,8 +325,20 @@ class Launch:
             threads=self.given.threads,
             checkpoint_every_s=self._checkpoint_every_s,
             micro_batch=rows,
+            rungs=member.rungs,
             **self.cards.job(trial_id),
         )
+
+    def _end(self, member: Member) -> None:
+        """A trial has ended well: count it, and see what its search asks for now."""
+        self._done.add(member.trial.id)
+        found = self._members.after(member)
+        if not found:
+            return
+        self.ledger.add_members(self.plan.sweep, self.revision, found, len(self.plan.members))
+        for one in found:
+            self._done.discard(one.trial.id)
+            self._sort(look(self.store, self.ledger, one))
 
     def _may_begin(self, member: Member) -> bool:
         """Whether `budget.max_trials` lets this trial be begun; one that was begun before goes on."""
@@ -342,9 +362,9 @@ class Launch:
             if not self._finish(member, outcome):
                 self._elsewhere[outcome.trial_id] = member  # a newer attempt has it
             elif outcome.status.is_done:
-                self._done += 1
                 self._worked += 1
                 (self._evaluated if missing == Need.EVALUATE else self._ran).add(outcome.trial_id)
+                self._end(member)
             elif is_crowded:
                 self._queue.append(member)
                 where = f"{member.cell}, seed {member.trial.seed}"
@@ -356,7 +376,8 @@ class Launch:
                 self._tell_failure(member, outcome)
             elif not self._stopped_by:  # lost its lease, or stopped by hand: see who has it
                 self._elsewhere[outcome.trial_id] = member
-        self._display.show(self._tally, now=self._done + len(self._failures) == self._total)
+        is_last = not self._queue and not self._running
+        self._display.show(self._tally, now=is_last)
 
     def _finish(self, member: Member, outcome: Outcome) -> bool:
         missing = {part.id for part in self.store.missing_slices(member.trial.id, member.slices)}
@@ -396,7 +417,7 @@ class Launch:
                 if row.status == Status.FAILED:
                     self._failures[trial_id] = self._failed(member, row.attempt, row.failure, row.error)
                 elif need(self.store, member) == Need.NOTHING:
-                    self._done += 1
+                    self._end(member)
                 else:
                     self._queue.append(member)
 
@@ -411,7 +432,7 @@ class Launch:
                     running[f"{member.cell} seed={member.trial.seed}"] = share
             now = time.monotonic()
             pace = self._pace(self._worked, self._worked + sum(running.values()), now)
-            return Tally(self._total, self._done, len(self._failures), running, now - self._began, pace)
+            return Tally(self._members.total, len(self._done), len(self._failures), running, now - self._began, pace)
 
     @contextlib.contextmanager
     def _leases(self) -> Iterator[None]:
@@ -472,9 +493,13 @@ class Launch:
     # ---- after -------------------------------------------------------------------------------------------------
 
     def _summary(self, skipped: int, backlog: str | None) -> Summary:
-        found = survey(self.store, self.ledger, self.plan, self.revision, self.only, believe=True)
+        members = tuple(self._members)
+        plan = replace(self.plan, members=members)
+        found = survey(self.store, self.ledger, plan, self.revision, None, believe=True)
         totals = counts(found)
         is_whole = sum(item.need == Need.NOTHING for item in found) == len(found)
+        for line in self._members.stuck(set(self._failures)):
+            self.say(line)
         stops = {"signal": Exit.INTERRUPTED, "lease": Exit.ENVIRONMENT, "disk": Exit.ENVIRONMENT}
         stops["budget"] = Exit.OK if is_whole else Exit.STOPPED
         code = stops.get(self._stopped_by or "", Exit.OK if is_whole else Exit.FAILED)

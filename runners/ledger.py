@@ -15,7 +15,7 @@ import random
 import re
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,8 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from runners.budget import Span
 from runners.owner import Owner
-from runners.schema import SCHEMA_VERSION, Exit, Outcome, Plan, Status, UserError
+from runners.schema import SCHEMA_VERSION, Exit, Member, Outcome, Plan, Status, UserError
+from runners.search import Searches
 from runners.store import Store, read_json
 
 LEASE_S = 60.0
@@ -194,19 +195,24 @@ class Ledger:
     def record_plan(self, plan: Plan, revision: int) -> None:
         """Index a frozen plan. Doing it again changes nothing."""
         name = plan.sweep
-        trials = [{"id": m.trial.id} for m in plan.members]
-        members = [
-            {"sweep": name, "revision": revision, "trial": m.trial.id, "arm": m.arm, "cell": m.cell, "position": i}
-            for i, m in enumerate(plan.members)
-        ]
         head = {"sweep": name, "number": revision, "spec_hash": plan.spec_hash, "created": time.time()}
         with self._write() as db:
             db.execute(self._insert(sweep_t), {"name": name, "question": plan.question})
             db.execute(self._insert(revision_t), head)
-            if members:
-                planned = {"status": Status.PLANNED.value, "attempt": 0, "updated": time.time()}
-                db.execute(self._insert(trial_t), [row | planned for row in trials])
-                db.execute(self._insert(membership_t), members)
+        self.add_members(name, revision, plan.members)
+
+    def add_members(self, sweep: str, revision: int, members: Sequence[Member], first: int = 0) -> None:
+        """Index members of a revision, at positions from `first`: a search finds them while the sweep runs."""
+        planned = {"status": Status.PLANNED.value, "attempt": 0, "updated": time.time()}
+        trials = [planned | {"id": member.trial.id} for member in members]
+        rows = [
+            {"sweep": sweep, "revision": revision, "trial": m.trial.id, "arm": m.arm, "cell": m.cell, "position": i}
+            for i, m in enumerate(members, first)
+        ]
+        if members:
+            with self._write() as db:
+                db.execute(self._insert(trial_t), trials)
+                db.execute(self._insert(membership_t), rows)
 
     def sweeps_of(self, trial_ids: Iterable[str]) -> dict[str, list[str]]:
         """Which sweeps each trial is in, whatever the revision."""
@@ -440,7 +446,10 @@ class Ledger:
             found["sweeps"] += 1
             for revision in store.revisions(sweep):
                 found["revisions"] += 1
-                self.record_plan(store.plan(sweep, revision)[1], revision)
+                plan = store.plan(sweep, revision)[1]
+                self.record_plan(plan, revision)
+                if plan.searches:
+                    self.add_members(sweep, revision, Searches(plan, store).view().members, len(plan.members))
         for trial_id in store.trial_ids():
             found["trials"] += self._rebuild_trial(store, trial_id)
         return found

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runners import checkpoints
 from runners.ledger import Ledger, Row
 from runners.owner import Owner
+from runners.rungs import stands
 from runners.schema import Finding, Member, Status, UserError
+from runners.search import Searches, State
 from runners.store import Store
 
 LOW_DISK_BYTES = 500 * 2**20
@@ -36,6 +38,22 @@ class TrialStatus:
     steps: int | None
     metrics: dict[str, float]
     log: Path | None
+    role: str = "report"
+    suggestion: int | None = None
+    """Number of the suggestion that is trained here (role search), or that won (role report)."""
+
+
+@dataclass(frozen=True)
+class SearchStatus:
+    """How far the search of one cell is. `winner` is its number once the search is over, `values` are the winner's."""
+
+    cell: str
+    ended: int
+    trials: int
+    pruned: int
+    refused: int
+    winner: int | None
+    values: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,7 @@ class SweepStatus:
     trials: list[TrialStatus]
     drivers: list[str]
     backlog: str | None
+    searches: list[SearchStatus] = field(default_factory=list)
 
 
 def status(store: Path, sweep: str | None = None) -> list[SweepStatus]:
@@ -73,14 +92,24 @@ def _has_ledger(store: Store) -> bool:
 def _sweep_status(store: Store, ledger: Ledger | None, sweep: str) -> SweepStatus:
     revision, plan = store.plan(sweep)
     rows = ledger.rows(sweep, revision) if ledger else {}
-    trials = [_trial_status(store, member, rows.get(member.trial.id)) for member in plan.members]
+    view = Searches(plan, store).view()
+    trials = [_trial_status(store, member, rows.get(member.trial.id)) for member in view.members]
     counts: dict[str, int] = {}
     for trial in trials:
         counts[trial.status] = counts.get(trial.status, 0) + 1
     holders = {row.owner for row in rows.values() if row.owner}
     drivers = [str(owner) for owner in (ledger.drivers() if ledger else []) if _is_alive(owner, holders)]
     problems = ledger.problems(sweep) if ledger else []
-    return SweepStatus(sweep, revision, plan.question, counts, trials, drivers, problems[0] if problems else None)
+    backlog = problems[0] if problems else None
+    searches = [_search_status(state) for state in view.states.values()]
+    return SweepStatus(sweep, revision, plan.question, counts, trials, drivers, backlog, searches)
+
+
+def _search_status(state: State) -> SearchStatus:
+    winner = state.winner if state.is_over else None
+    values = state.suggestions[winner].values if winner is not None else {}
+    counts = state.count(Status.PRUNED), state.count("refused")
+    return SearchStatus(state.search.cell, state.n_ended, state.search.trials, *counts, winner, values)
 
 
 def _is_alive(owner: Owner, holders: set[str]) -> bool:
@@ -108,11 +137,28 @@ def _trial_status(store: Store, member: Member, row: Row | None) -> TrialStatus:
         step = next(iter(checkpoints.steps(folder / "checkpoints")[-1:]), None)  # from where it will go on
         steps = (member.trial.train or {}).get("steps") if step is not None else None
     failure, error = (row.failure, row.error) if row and state == Status.FAILED else (None, None)
+    if state == Status.PRUNED and result:
+        cut = result["pruned"]
+        error = f"pruned at step {result['step']}: {cut['metric']} is worse than {cut['cut_off']:.4g}"
     if state == Status.DIVERGED and result:
         error = _where(result.get("diverged") or {})
     seed = member.trial.seed
+    number = member.searched.number if member.searched is not None else None
     return TrialStatus(
-        trial_id, member.arm, member.cell, seed, state.value, attempt, failure, error, step, steps, metrics, log
+        trial_id,
+        member.arm,
+        member.cell,
+        seed,
+        state.value,
+        attempt,
+        failure,
+        error,
+        step,
+        steps,
+        metrics,
+        log,
+        member.role,
+        number,
     )
 
 
@@ -121,8 +167,8 @@ def _state(store: Store, member: Member, row: Row | None, result: dict[str, Any]
     if state == Status.RUNNING:
         # A driver claims one trial more than it runs, so that no worker waits; a worker's first word is in the log.
         return state if log and log.exists() else Status.PLANNED
-    if result is None:
-        return Status.PLANNED if state.is_done else state  # its folder was taken away
+    if result is None or not stands(result, member.rungs):
+        return Status.PLANNED if state.is_done else state  # its folder was taken away, or it goes on
     is_whole = result["status"] != Status.COMPLETE or not store.missing_slices(member.trial.id, member.slices)
     if is_whole:
         return Status(result["status"])
@@ -177,7 +223,7 @@ def _check_sweep(store: Store, ledger: Ledger, sweep: str) -> list[Finding]:
     rows = ledger.rows(sweep, revision)
     found = []
     torn = lost = unknown = 0
-    for member in plan.members:
+    for member in Searches(plan, store).view().members:
         folder, row = store.trial_folder(member.trial.id), rows.get(member.trial.id)
         result = store.result(member.trial.id)
         torn += result is None and (folder / "result.json").exists()

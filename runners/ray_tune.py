@@ -39,7 +39,7 @@ from ray import tune  # noqa: E402
 from ray.tune.search import Searcher  # noqa: E402
 
 from runners.owner import Owner  # noqa: E402
-from runners.schema import EvalSlice, Failure, Job, Outcome, Status, Trial  # noqa: E402
+from runners.schema import EvalSlice, Failure, Job, Outcome, Rungs, Status, Trial  # noqa: E402
 from runners.store import read_json, write_json, write_text  # noqa: E402
 from runners.trial import began, read_outcome, run_job, write_outcome  # noqa: E402
 
@@ -63,7 +63,9 @@ def write_job(job: Job) -> Path:
 def read_job(path: Path) -> Job:
     row = read_json(path) or {}
     slices = tuple(EvalSlice(**part) for part in row.pop("slices"))
-    return Job(trial=Trial(**row.pop("trial")), slices=slices, **row)
+    allowed = row.pop("rungs")
+    rungs = Rungs(**{**allowed, "cuts": tuple(map(tuple, allowed["cuts"]))}) if allowed else None
+    return Job(trial=Trial(**row.pop("trial")), slices=slices, rungs=rungs, **row)
 
 
 class Worker(tune.Trainable):

@@ -30,6 +30,7 @@ from runners.ledger import RENEW_S, Ledger, Row
 from runners.owner import Owner
 from runners.run_state import TAG, State, metric_name, shared_view, user
 from runners.schema import Member, Plan, Status, UserError
+from runners.search import Searches
 from runners.store import Store, read_points
 
 MARK = TAG + "sent"
@@ -123,6 +124,7 @@ class Projection:
     ) -> None:
         self._store, self._ledger, self._plan, self._revision = store, ledger, plan, revision
         self._uri, self.key, self._restore = uri, _key(store, uri), restore
+        self._searches = Searches(plan, store)
         self._client: Any = None
         self._runs: dict[str, _Run] = {}
         self._seen: dict[str, tuple[Any, ...]] = {}
@@ -138,8 +140,10 @@ class Projection:
         shared = self._ledger.sweeps_of(rows)
         known = self._ledger.evaluations(rows)
         changed = 0
-        for member in self._plan.members:
+        for member in self._searches.view().members:
             trial_id = member.trial.id
+            if trial_id not in rows:
+                continue  # a suggestion, or a winner, that the driver is about to take up
             facts = self._facts(member, rows[trial_id], known[trial_id], shared[trial_id])
             if self._seen.get(trial_id) != facts:
                 changed += self._send(State(self._store, member, rows[trial_id], known[trial_id], shared[trial_id]))
@@ -149,7 +153,8 @@ class Projection:
     def _facts(self, member: Member, row: Row, slices: set[str], sweeps: list[str]) -> tuple[Any, ...]:
         """All that a run's content depends on, cheap to have: a done trial's files are not read again."""
         step = None if row.status.is_done else checkpoints.steps(self._store.trial_folder(row.id) / "checkpoints")[-1:]
-        return row.status, row.attempt, row.error, frozenset(slices), tuple(sweeps), str(step), member.arm, member.cell
+        who = (member.arm, member.cell, member.role, member.searched and member.searched.number)
+        return row.status, row.attempt, row.error, frozenset(slices), tuple(sweeps), str(step), *who
 
     # ---- opening -----------------------------------------------------------------------------------------------
 
@@ -211,7 +216,7 @@ class Projection:
 
     def _close_orphans(self) -> None:
         """End runs of trials that this revision no longer plans and that nobody runs."""
-        planned = {member.trial.id for member in self._plan.members}
+        planned = {member.trial.id for member in self._searches.view().members}
         for trial_id, run in self._runs.items():
             if run.status == "RUNNING" and trial_id not in planned and not run.deleted:
                 row = self._ledger.row(trial_id)

@@ -33,11 +33,16 @@ class State:
         found = checkpoints.steps(self.folder / "checkpoints") if self._result is None else []
         self.step: int | None = self._result["step"] if self._result else (found[-1] if found else None)
         facts = [row.status, row.attempt, row.error, self._slices, sweeps, member.arm, member.cell]
+        if member.searched is not None:
+            facts += [member.role, member.searched.number]
         self.mark = f"{-1 if self.step is None else self.step}:{digest(facts)}"
 
     @property
     def name(self) -> str:
-        return f"{self.member.cell} seed={self.member.trial.seed}"
+        member = self.member
+        if member.role == "search" and member.searched is not None:
+            return f"{member.cell} suggestion={member.searched.number} seed={member.trial.seed}"
+        return f"{member.cell} seed={member.trial.seed}"
 
     @property
     def started_ms(self) -> int:
@@ -64,6 +69,7 @@ class State:
         member, row = self.member, self.row
         tags = {"status": row.status.value, "arm": member.arm, "cell": member.cell, "seed": str(member.trial.seed)}
         tags |= {"attempt": str(row.attempt), "shared": ", ".join(self._sweeps) if len(self._sweeps) > 1 else ""}
+        tags |= {"role": member.role} if member.searched is not None else {}
         tags |= {"failure": row.failure or "", "error": (row.error or "")[:1000]}
         text = f"Trial `{member.trial.id}`: {self.name}. State of one sequence: {member.state_bytes:,} bytes."
         found = {TAG + name: value for name, value in tags.items()} | {"mlflow.note.content": text}
@@ -81,6 +87,8 @@ class State:
         member = self.member
         params = {"arm": member.arm, "seed": str(member.trial.seed)}
         params |= {_param_name(path): _param_value(value) for path, value in member.varying.items()}
+        if member.searched is not None:
+            params["suggestion"] = str(member.searched.number)
         for path, value in _flat(member.trial.settings()):
             if path not in ("id", "seed"):
                 params.setdefault(_param_name(path), _param_value(value))

@@ -9,6 +9,9 @@ Terms
     cell        a member without its seed (and without searched values); seeds of a cell are repeats of it
     test        one comparison of a sweep: pairs of trials that share a seed and every setting not under test
     plan        members and tests of one sweep, frozen as a numbered revision at each launch
+    search      how the searched values of one cell are found: numbered suggestions, made in rounds
+    suggestion  one setting of the searched values; it is trained on the search's own seeds
+    slot        a report trial of a searched cell: its id stands for the winner's, until the winner is known
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import json
 import math
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -111,6 +114,16 @@ def digest(value: Any, length: int = 16) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:length]
 
 
+def trial_ids(texts: Mapping[str, str], seeds: Iterable[int]) -> Iterator[str]:
+    """The id of a trial at each seed. `texts` is the canonical JSON of its blocks, minus defaults, plus REVISION."""
+    start = hashlib.sha256(f'{{"mechanism":{texts["mechanism"]},"model":{texts["model"]},"seed":'.encode())
+    end = f',"task":{texts["task"]},"train":{texts.get("train", "null")}}}'
+    for seed in seeds:
+        whole = start.copy()
+        whole.update(f"{seed}{end}".encode())
+        yield whole.hexdigest()[:16]
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One training, every setting resolved and every default written out.
@@ -157,11 +170,90 @@ class EvalSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class Space:
+    """What a searched value is drawn from. `values` are the choices, or [low, high] (both included).
+
+    `kind` is values, uniform, log_uniform (of logarithms), int_uniform or log_int_uniform (whole numbers).
+    """
+
+    kind: str
+    values: tuple[Any, ...]
+
+    @property
+    def size(self) -> float:
+        """How many different values there are; infinite for real numbers."""
+        if self.kind == "values":
+            return len(self.values)
+        return self.values[1] - self.values[0] + 1 if "int" in self.kind else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How the searched values of one cell are found.
+
+    `key` is a digest of all that decides the suggestions: the cell's settings, the spaces, the sampler, the search
+    seeds and what selects. `trials` (how many suggestions in all), `parallel` and `prune` are not in it: changing them
+    goes on with the same search. Two sweeps with the same key share its suggestions.
+    """
+
+    key: str
+    cell: str
+    space: dict[str, Space]
+    sampler: str  # tpe | random | grid
+    trials: int
+    select: tuple[str, ...]
+    """Metrics of a suggestion, the first one picks the winner: valid/accuracy, train/loss, state_bytes, n_params."""
+    directions: tuple[str, ...]  # "max" | "min", for each of `select`
+    chance: dict[str, float]
+    """What a diverged run scores, for each of `select` that is measured in training."""
+    seeds: tuple[int, ...]
+    """What suggestions are trained on; with `is_same` the report's own seeds."""
+    is_same: bool
+    parallel: int
+    prune: dict[str, int] = field(default_factory=dict)
+    """{"grace_steps": n, "reduction": n}; empty = nothing is pruned."""
+
+    @property
+    def n_trainings(self) -> int:
+        """Trainings of all suggestions, at most; with `is_same` the report's are among them."""
+        return self.trials * len(self.seeds)
+
+
+@dataclass(frozen=True, slots=True)
+class Rungs:
+    """Where a suggestion's training may be cut off: `metric` at the first validation at or after each step of `cuts`.
+
+    It ends as pruned where it is worse than the cut-off there. The cut-offs were fixed before the training began.
+    """
+
+    metric: str
+    direction: str
+    cuts: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """What a member of a searched cell is.
+
+    A report trial has its slot's id in `slot`, and the winning suggestion's `number` and `values` once there is one. A
+    training of a suggestion has no `slot`. `is_selected`: the winner was chosen on this very result (seeds: same).
+    """
+
+    key: str
+    slot: str = ""
+    number: int | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    rungs: Rungs | None = None
+    is_selected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """A trial as one sweep sees it.
 
     `varying` maps each path that varies in the sweep (axis order; `mechanism` gives the name) to this trial's value,
     where it has one. `state_bytes` is what decoding carries for one sequence of the trial's length, all layers.
+    `searched` is None outside searched cells.
     """
 
     trial: Trial
@@ -170,6 +262,21 @@ class Member:
     varying: dict[str, Any]
     state_bytes: int
     slices: tuple[EvalSlice, ...]
+    searched: Searched | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """A slot whose winner is not known yet: there is nothing to train under its id."""
+        return self.searched is not None and bool(self.searched.slot) and self.searched.number is None
+
+    @property
+    def role(self) -> str:
+        """`search` for a training of a suggestion, else `report`: only those are in tables and comparisons."""
+        return "search" if self.searched is not None and not self.searched.slot else "report"
+
+    @property
+    def rungs(self) -> Rungs | None:
+        return self.searched.rungs if self.searched is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +339,23 @@ class Plan:
     """Range of every metric that has one: {"accuracy": [0, 1]}. Intervals are cut to it."""
     budget: dict[str, Any] = field(default_factory=dict)
     """What the sweep may spend: `gpu_hours`, `wall` (seconds), `max_trials`; a missing one is no limit."""
+    searches: tuple[Search, ...] = ()
+
+    @property
+    def n_trainings(self) -> int:
+        """Trainings in all, those of suggestions that are not made yet too."""
+        slots = {search.key: 0 for search in self.searches if search.is_same}
+        for member in self.members:
+            if member.searched is not None and member.searched.key in slots:
+                slots[member.searched.key] += 1
+        return len(self.members) + sum(s.n_trainings - slots.get(s.key, 0) for s in self.searches)
 
     @property
     def spec_hash(self) -> str:
         return digest(self.spec)
 
     def to_lines(self) -> Iterator[str]:
-        """The plan as JSON lines: a header, then the members, then the tests."""
+        """The plan as JSON lines: a header, then the searches, the members and the tests."""
         head = {
             "kind": "plan",
             "schema": SCHEMA_VERSION,
@@ -255,6 +372,8 @@ class Plan:
             "notes": list(self.notes),
         }
         yield json.dumps(head, ensure_ascii=False)
+        for search in self.searches:
+            yield json.dumps({"kind": "search", **asdict(search)}, ensure_ascii=False)
         for member in self.members:
             yield json.dumps({"kind": "member", **_member_to_json(member)}, ensure_ascii=False)
         for test in self.tests:
@@ -268,6 +387,7 @@ class Plan:
         head: dict[str, Any] = {}
         members: list[Member] = []
         tests: list[Test] = []
+        searches: list[Search] = []
         for line in lines:
             row = json.loads(line)
             kind = row.pop("kind")
@@ -280,6 +400,8 @@ class Plan:
                 head = row
             elif kind == "member":
                 members.append(_member_from_json(row))
+            elif kind == "search":
+                searches.append(_search_from_json(row))
             else:
                 pairs = tuple(Pair(block, seed, tuple(a), tuple(b)) for block, seed, a, b in row.pop("pairs"))
                 tests.append(Test(**{**row, "slices": tuple(row["slices"]), "pairs": pairs}))
@@ -291,12 +413,19 @@ class Plan:
             notes=tuple(head["notes"]),
             bounds=head.get("bounds", {}),
             budget=head.get("budget", {}),
+            searches=tuple(searches),
         )
+
+
+def _search_from_json(row: Mapping[str, Any]) -> Search:
+    space = {path: Space(one["kind"], tuple(one["values"])) for path, one in row["space"].items()}
+    lists = {name: tuple(row[name]) for name in ("select", "directions", "seeds")}
+    return Search(**{**row, **lists, "space": space})
 
 
 def _member_to_json(member: Member) -> dict[str, Any]:
     slices = [{name: getattr(s, name) for name in EvalSlice.__dataclass_fields__} for s in member.slices]
-    return {
+    row = {
         "trial": member.trial.settings(),
         "arm": member.arm,
         "cell": member.cell,
@@ -304,12 +433,14 @@ def _member_to_json(member: Member) -> dict[str, Any]:
         "state_bytes": member.state_bytes,
         "slices": slices,
     }
+    return row if member.searched is None else row | {"search": member.searched.key}
 
 
 def _member_from_json(row: Mapping[str, Any]) -> Member:
     slices = tuple(EvalSlice(**s) for s in row["slices"])
     trial = Trial.from_settings(row["trial"])
-    return Member(trial, row["arm"], row["cell"], row["varying"], row["state_bytes"], slices)
+    searched = Searched(row["search"], slot=trial.id) if "search" in row else None
+    return Member(trial, row["arm"], row["cell"], row["varying"], row["state_bytes"], slices, searched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +464,8 @@ class Job:
     gpu: float = 0.0
     measure: str = ""
     """What the worker measures of a card: `memory`, or `steps` too; nothing by default."""
+    rungs: Rungs | None = None
+    """Where the training may be cut off; None = it is trained to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +474,8 @@ class Outcome:
 
     `seconds` is the time from the worker's first word to its last; None where that is not known.
     """
+
+    """How a job ended: complete, diverged, pruned, failed or interrupted. `error` is the last line of a failure."""
 
     trial_id: str
     attempt: int

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from runners.checkpoints import FINAL
 from runners.ledger import Ledger, Row
+from runners.rungs import stands
 from runners.schema import Member, Plan, Status
 from runners.store import Store
 
@@ -32,9 +33,9 @@ class Found:
 
 
 def need(store: Store, member: Member) -> Need:
-    """What the folder says, read and checked."""
+    """What the folder says, read and checked. A pruned trial is done for the suggestion that was cut off, only."""
     result = store.result(member.trial.id)
-    if result is None:
+    if result is None or not stands(result, member.rungs):
         return Need.TRAIN
     if result["status"] != Status.COMPLETE or not store.missing_slices(member.trial.id, member.slices):
         return Need.NOTHING
@@ -62,15 +63,28 @@ def survey(
         if only is not None and member.trial.id not in only:
             continue
         row = rows[member.trial.id]
+        # Whether a pruned trial still is one, its folder says.
+        is_believed = believe and row.status.is_done and row.status != Status.PRUNED
         wanted = {part.id for part in member.slices} if row.status == Status.COMPLETE else set()
-        if believe and row.status.is_done and wanted <= known[row.id] and _files_are_there(store, row.id, wanted):
+        if is_believed and wanted <= known[row.id] and _files_are_there(store, row.id, wanted):
             found.append(Found(member, row, Need.NOTHING))
             continue
-        missing = need(store, member)
-        if row.owner is None:
-            row = _take_in(store, ledger, member, row, missing)
-        found.append(Found(member, row, missing))
+        found.append(_look(store, ledger, member, row))
     return found
+
+
+def look(store: Store, ledger: Ledger, member: Member) -> Found:
+    """One member held against its folder, as `survey` does it. The ledger has to know the trial."""
+    row = ledger.row(member.trial.id)
+    assert row is not None, f"the ledger has no trial {member.trial.id}"
+    return _look(store, ledger, member, row)
+
+
+def _look(store: Store, ledger: Ledger, member: Member, row: Row) -> Found:
+    missing = need(store, member)
+    if row.owner is None:
+        row = _take_in(store, ledger, member, row, missing)
+    return Found(member, row, missing)
 
 
 def _files_are_there(store: Store, trial_id: str, slices: set[str]) -> bool:

@@ -25,7 +25,8 @@ from runners import evaluate, micro, streams, tasks
 from runners import model as models
 from runners.feed import Feed
 from runners.optimise import FlatAdam
-from runners.schema import Trial, UserError
+from runners.rungs import decide
+from runners.schema import Rungs, Trial, UserError
 
 REVISION = 1
 LIMITS = [
@@ -153,18 +154,22 @@ class Point:
 
 @dataclass
 class Fit:
-    """How training ended. `snapshot` holds the weights to evaluate; a `diverged` run keeps the last finite ones."""
+    """How training ended. `snapshot` holds the weights to evaluate; a `diverged` run keeps the last finite ones.
 
-    status: str  # complete | diverged | interrupted
+    That of an interrupted or pruned run is to be continued from, and `pruned` says at which rung it was cut off.
+    """
+
+    status: str  # complete | diverged | pruned | interrupted
     step: int
     metrics: dict[str, float]
     n_params: int
     tokens: int
-    stopped_by: str  # steps | stop_above | diverged | interrupted
+    stopped_by: str  # steps | stop_above | diverged | pruned | interrupted
     diverged: dict[str, Any] | None
     snapshot: Snapshot
     micro_batch: int | None = None
     """Rows that were trained at once; None = all rows of the batch."""
+    pruned: dict[str, Any] | None = None
 
 
 def fit(
@@ -177,6 +182,7 @@ def fit(
     should_stop: Callable[[], bool],
     checkpoint_every_s: float,
     micro_batch: int | None = None,
+    rungs: Rungs | None = None,
 ) -> Fit:
     """Trains `trial` from `start` (None = from its initial weights) to its end.
 
@@ -185,12 +191,14 @@ def fit(
     latest metrics)` is for people. When it was interrupted, the run is to be continued from its last snapshot.
     A snapshot of an ended run gives that run's `Fit` again. Out-of-memory errors are raised as they are; with
     `micro_batch` an update runs that many rows at a time and needs less memory: the same batch, clip and step.
+    With `rungs` the run ends as pruned where it is worse than the cut-off of a rung.
     """
     if start is not None and "ended" in start.meta:
         return Fit(**start.meta["ended"], snapshot=start)
-    run = _Run(trial, device, micro_batch)
+    run = _Run(trial, device, micro_batch, rungs)
     if start is not None:
         run.load(start)
+        run.look_at_rungs()  # the run may have been killed between a validation and what follows from it
     run.announce = _every(PROGRESS_EVERY_S, progress)
     committed = time.monotonic()
     while not run.over:
@@ -203,6 +211,10 @@ def fit(
             committed = time.monotonic()
         run.advance()
         run.announce(run.step, run.steps, run.metrics)
+    if run.pruned is not None:
+        snapshot = run.snapshot()
+        commit(snapshot, run.take_points())
+        return run.ended("pruned", "pruned", snapshot)
     result = run.final()
     commit(result.snapshot, run.take_points())
     progress(run.step, run.steps, run.metrics)
@@ -246,7 +258,9 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 class _Run:
     """One training in memory: model, optimiser, rows, and the losses not yet fetched."""
 
-    def __init__(self, trial: Trial, device: torch.device, micro_batch: int | None = None) -> None:
+    def __init__(
+        self, trial: Trial, device: torch.device, micro_batch: int | None = None, rungs: Rungs | None = None
+    ) -> None:
         if trial.train is None:
             raise UserError(f"task {trial.task['name']} has nothing to train")
         self.device, self.train, self.micro_batch = device, Train(**trial.train), micro_batch
@@ -279,6 +293,8 @@ class _Run:
         self.best_scores: dict[str, float] = {}
         self.stopped_by: str | None = None
         self.diverged: dict[str, Any] | None = None
+        self.rungs = rungs
+        self.pruned: dict[str, Any] | None = None
         self.announce: Callable[..., None] = lambda *_: None
 
     @property
@@ -342,6 +358,17 @@ class _Run:
             self.best = {name: value.clone() for name, value in self.model.state_dict().items()}
         if self.train.stop_above is not None and score > self.sign * self.train.stop_above:
             self.stopped_by = "stop_above"
+        elif self.step < self.steps:
+            self.look_at_rungs()
+
+    def look_at_rungs(self) -> None:
+        """Ends the run if the validation of this very step, if there was one, falls short of a rung's cut-off."""
+        if self.rungs is None or self.step % self.eval_every or self.step >= self.steps:
+            return
+        score = self.metrics.get(self.rungs.metric, math.nan)
+        self.pruned = decide(self.rungs, self.step - self.eval_every, self.step, score)
+        if self.pruned is not None:
+            self.stopped_by = "pruned"
 
     def take_points(self) -> list[Point]:
         """The points since they were last taken."""
@@ -400,4 +427,5 @@ class _Run:
             self.diverged,
             snapshot,
             self.micro_batch,
+            self.pruned,
         )

@@ -30,6 +30,7 @@ from runners import checkpoints, split
 from runners import meter as meters
 from runners.meter import CudaMeter, Meter
 from runners.owner import Owner
+from runners.rungs import stands
 from runners.schema import SCHEMA_VERSION, EvalSlice, Failure, Job, Outcome, Status
 from runners.stamp import stamp
 from runners.store import last_attempt, read_json, read_sealed, seal, write_json, write_text
@@ -249,6 +250,10 @@ class _Work:
             return Status.INTERRUPTED
         job = self.job
         result, snapshot = read_sealed(self.folder / "result.json"), None
+        if result is not None and not stands(result, job.rungs):
+            self.log(f"was pruned at step {result['step']}, which no longer holds: training goes on from there")
+            self._set_aside("result.json")
+            result = None
         missing = [s for s in job.slices if read_sealed(self.folder / "evals" / f"{s.id}.json") is None]
         if result is not None and missing and result["status"] == Status.COMPLETE:
             snapshot = self._final()
@@ -291,12 +296,18 @@ class _Work:
             should_stop=self._before_update,
             checkpoint_every_s=self.job.checkpoint_every_s,
             micro_batch=micro_batch,
+            rungs=self.job.rungs,
         )
         self.rows_at_once = None
         if fit.status == "interrupted":
             self.log(f"stopped at step {fit.step}")
             return None, None
         self._refuse_if_lost()
+        if fit.status == Status.PRUNED:
+            # Its checkpoint stays: the training may be wanted after all, and goes on from there.
+            write_json(self.folder / "result.json", self._result(fit), keep_existing=True)
+            self.log(f"pruned: {fit.pruned}")
+            return read_sealed(self.folder / "result.json"), None
         final = checkpoints.Checkpoint(fit.snapshot.step, fit.snapshot.tensors, fit.snapshot.meta, self._wall_s())
         checkpoints.save(self.checkpoints, checkpoints.FINAL, final)
         # The first commit wins: an attempt that lost its lease unseen cannot replace what a newer one wrote.
@@ -376,6 +387,7 @@ class _Work:
                 "wall_s": round(self._wall_s(), 3),
                 "stopped_by": fit.stopped_by,
                 "diverged": diverged,
+                **({"pruned": fit.pruned} if fit.status == Status.PRUNED else {}),
                 "peak_mem_bytes": peak_mem_bytes(self.job.device),
                 "micro_batch": fit.micro_batch,
                 "oom_at": split.tried(self.folder),

@@ -55,6 +55,17 @@ class Resolved:
         return self.raw.block
 
 
+def param_at(raw: Raw, path: str) -> Param | None:
+    """The parameter of a path, that of the chosen block inside the model too; None for the name of a block."""
+    parts = path.split(".")[1:]
+    if len(parts) == 2 and parts[0] in raw.block.blocks:
+        top = raw.block.params.get(parts[0])
+        usual = top.default.get("name") if top is not None and isinstance(top.default, dict) else None
+        block = raw.block.blocks[parts[0]].get(str(raw.values.get(f"{raw.kind}.{parts[0]}", usual)))
+        return block.params.get(parts[1]) if block is not None else None
+    return raw.block.params.get(parts[0]) if len(parts) == 1 and parts[0] not in raw.block.blocks else None
+
+
 def environment(blocks: Mapping[str, Resolved]) -> dict[str, Any]:
     """The names a mechanism's formulas may read: model's, task's, its own, and `conv`.
 

@@ -5,16 +5,15 @@ Pure and stable: the same spec gives the same cells and ids on every machine. A 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import Any
 
-from runners.schema import BLOCKS, EvalSlice
+from runners.schema import BLOCKS, EvalSlice, Search, digest, trial_ids
 from sweeps import conditions
-from sweeps.blocks import Raw, Resolved
+from sweeps.blocks import Raw, Resolved, param_at
 from sweeps.catalog import Catalog
 from sweeps.conditions import MISSING, Condition, Universe
 from sweeps.reader import Node, Problems
@@ -23,6 +22,8 @@ from sweeps.sections import Distribution
 from sweeps.spec import Axis, Option, Spec, Written, head
 
 MAX_TRIALS = 200_000
+MOST_STAND_INS = 256
+"""How many values are tried for a searched cell to stand there with."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +38,7 @@ class Cell:
     varying: dict[str, Any] = field(default_factory=dict)
     ids: dict[int, str] = field(default_factory=dict)
     slices: tuple[EvalSlice, ...] = ()
+    search: Search | None = None
 
     def get(self, path: str) -> Any:
         """The value at a path, or `MISSING`. A searched value is not one of the cell's."""
@@ -80,6 +82,8 @@ class Expander:
         combos = list(self._combos(axes))
         cells = self._exclude(self._when(combos))
         for cell in cells:
+            if cell.searched:
+                self._stand_in(cell)
             self.resolver.rules.check(cell.blocks)
         if not self.problems:
             for cell in cells:
@@ -146,12 +150,22 @@ class Expander:
         for path, distribution in searched.items():
             if raw is None or head(path) != raw.kind:
                 continue
-            parts = path.split(".")
-            param = raw.block.params.get(parts[1]) if len(parts) == 2 else None
+            param = param_at(raw, path)
             for value in distribution.values if param is not None else ():
                 self.resolver.typed(path, Node(value, distribution.node.mark), param)  # type: ignore[arg-type]
             if param is not None and distribution.kind != "values" and not param.type.is_number:
                 self.problems.add(distribution.node.mark, f"{path} is no number: search it with {{values: [...]}}")
+
+    def _stand_in(self, cell: Cell) -> None:
+        """Have a searched cell stand there with values that keep the rules: the first ones do not always."""
+        if self.resolver.rules.keeps(cell.blocks) or any(block.raw.forms for block in cell.blocks.values()):
+            return
+        marks = {path: found.node.mark for path, found in cell.searched.items()}
+        for combo in islice(product(*(found.values for found in cell.searched.values())), MOST_STAND_INS):
+            blocks = self.resolver.with_values(cell.blocks, marks, dict(zip(cell.searched, combo, strict=True)))
+            if blocks is not None and self.resolver.rules.keeps(blocks):
+                cell.blocks = blocks
+                return
 
     # --- when and exclude ---------------------------------------------------------------------------------------
 
@@ -267,18 +281,17 @@ class Expander:
 
 
 def identify(cells: list[Cell], seeds: list[int], problems: Problems) -> list[tuple[Cell, int, str]]:
-    """(cell, seed, id) of every trial, in order; a trial reached twice is kept once, with a note."""
+    """(cell, seed, id) of every trial, in order; a trial reached twice is kept once, with a note.
+
+    The id of a searched cell's trial is that of its slot: the trial is known once the search is over.
+    """
     seen: dict[str, Cell] = {}
     found = []
     doubles: dict[str, int] = {}
     for cell in cells:
         text = {kind: block.text for kind, block in cell.blocks.items()}
-        start = hashlib.sha256(f'{{"mechanism":{text["mechanism"]},"model":{text["model"]},"seed":'.encode())
-        end = f',"task":{text["task"]},"train":{text.get("train", "null")}}}'
-        for seed in seeds:
-            whole = start.copy()
-            whole.update(f"{seed}{end}".encode())
-            trial = whole.hexdigest()[:16]
+        ids = slot_ids(cell.search.key, seeds) if cell.search is not None else trial_ids(text, seeds)
+        for seed, trial in zip(seeds, ids, strict=True):
             cell.ids[seed] = trial
             if trial in seen:
                 words = f"{cell.name} is the same as {seen[trial].name}"
@@ -289,6 +302,11 @@ def identify(cells: list[Cell], seeds: list[int], problems: Problems) -> list[tu
     for words, count in doubles.items():
         problems.note(f"{words}: {count} trial{'s' if count > 1 else ''} reached twice, run once")
     return found
+
+
+def slot_ids(key: str, seeds: list[int]) -> list[str]:
+    """What a searched cell's report trials are called until its winner is known: never the id of a trial."""
+    return [digest({"slot": key, "seed": seed}) for seed in seeds]
 
 
 def universe(cells: list[Cell], is_patched: bool) -> Universe:

@@ -40,6 +40,12 @@ def build(catalog: Catalog) -> Schema:
     }
 
 
+_SELECT: Schema = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}],
+    "description": SECTIONS["search"]["select"].meaning,
+}
+
+
 def _key(key: str, catalog: Catalog) -> Schema:
     conditions = {"type": ["array", "null"], "items": {"$ref": "#/$defs/condition"}}
     found: dict[str, Schema] = {
@@ -50,7 +56,7 @@ def _key(key: str, catalog: Catalog) -> Schema:
         "when": {"type": ["array", "null"], "items": {"type": "object", "required": ["if", "set"]}},
         "exclude": conditions,
         "seeds": {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "array", "items": {"type": "integer"}}]},
-        "search": {"type": ["object", "null"], "properties": _properties(SECTIONS["search"])},
+        "search": {"type": ["object", "null"], "properties": {**_properties(SECTIONS["search"]), "select": _SELECT}},
         "prune": {"type": ["object", "null"], "properties": {"asha": _section("asha")}, "additionalProperties": False},
         "evaluate": {"type": ["object", "null"]},
         "compare": {"type": ["array", "null"], "items": _comparison()},

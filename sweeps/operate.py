@@ -19,10 +19,12 @@ import typer
 
 from runners.schema import Exit, Plan, Status, UserError
 from sweeps import again, stores
+from sweeps.types import show
 
 if TYPE_CHECKING:
     from dashboards.report import Report
     from runners.driver import Summary, SweepStatus, TrialStatus
+    from runners.overview import SearchStatus
 
 STORE_VARIABLE = "MEMSWEEP_STORE"
 
@@ -114,6 +116,7 @@ def resume(
     """Go on with a sweep by its name, from any folder: its latest revision, from the store alone."""
     from runners import driver
     from runners.resources import remembered_jobs
+    from runners.search import Searches
     from runners.store import Store
     from sweeps import plan as planning
 
@@ -125,9 +128,23 @@ def resume(
     chosen = again.choose(sweep, failed=failed, unfinished=unfinished, everything=everything)
     part = chosen if failed or unfinished else None  # all: what is not planned yet too
     if only:
-        part = planning.select(plan, only) & chosen
+        view = Searches(plan, opened).view()
+        selected = planning.select(view.plan, only)
+        # Trainings of suggestions are no members of the plan; a condition takes those of the cells that it takes.
+        cells = {member.cell for member in view.plan.members if member.trial.id in selected}
+        part = chosen & (selected | {m.trial.id for m in view.members if m.role == "search" and m.cell in cells})
     try:
-        _run(plan, part, folder, executor, jobs, limit, tracking_uri, with_report=with_report)
+        _run(
+            plan,
+            part,
+            folder,
+            executor,
+            jobs,
+            limit,
+            tracking_uri,
+            with_report=with_report,
+            failed=not unfinished,
+        )
     except typer.Exit as end:
         if end.exit_code == Exit.OK and not only and again.left_failed(sweep, chosen):
             raise typer.Exit(Exit.FAILED) from end
@@ -144,11 +161,13 @@ def _run(
     tracking_uri: str | None,
     *,
     with_report: bool,
+    failed: bool = True,
 ) -> None:
     if executor not in ("ray", "inline"):
         raise UserError(f"--executor {executor!r}: it is ray or inline")
     for_s = _seconds(limit)
     from runners import driver
+    from sweeps.searches import Suggestions
 
     print(f"{plan.sweep}: {plan.question}" if plan.question else plan.sweep)
     for note in plan.notes:
@@ -164,6 +183,8 @@ def _run(
         say=lambda line: print(line, flush=True),
         tty=sys.stdout.isatty(),
         for_s=for_s,
+        failed=failed,
+        resolve=Suggestions(plan) if plan.searches else None,
     )
     _print_summary(summary)
     if with_report and summary.counts.get(Status.COMPLETE, 0) + summary.counts.get(Status.DIVERGED, 0):
@@ -257,6 +278,8 @@ def _print_status(sweep: SweepStatus, *, trials: bool) -> None:
     print(f"{sweep.sweep} (revision {sweep.revision}): {counts or 'no trials'}")
     for line in sweep.drivers:
         print(f"  driver: {line}")
+    for found in sweep.searches:
+        print(f"  {found.cell}: {_search_words(found)}")
     if sweep.backlog:
         print(f"  MLflow is behind: {sweep.backlog}")
     for line in again.failures(sweep):
@@ -268,7 +291,7 @@ def _print_status(sweep: SweepStatus, *, trials: bool) -> None:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in ("trial", "cell", "seed", "state", "step", "last"):
             table.add_column(column, justify="right" if column in ("seed", "step") else "left", overflow="fold")
-        for trial in sweep.trials:
+        for trial in sorted(sweep.trials, key=lambda trial: trial.role):  # report trials first
             table.add_row(*_status_row(trial))
         # A pipe has no width to fit, and a cut cell name is of no use to grep.
         width = None if sys.stdout.isatty() else 200
@@ -279,7 +302,18 @@ def _status_row(trial: TrialStatus) -> tuple[str, ...]:
     state = trial.status + (f" ({trial.failure})" if trial.failure else "")
     step = "" if trial.step is None else f"{trial.step}/{trial.steps}" if trial.steps else str(trial.step)
     last = trial.error or ", ".join(f"{name} {value:.4g}" for name, value in list(trial.metrics.items())[:3])
-    return trial.trial, trial.cell, str(trial.seed), state, step, last
+    cell = trial.cell + (f" suggestion {trial.suggestion}" if trial.role == "search" else "")
+    return trial.trial, cell, str(trial.seed), state, step, last
+
+
+def _search_words(found: SearchStatus) -> str:
+    """`search 7/16, 2 pruned`, and the winner once it is over."""
+    words = f"search {found.ended}/{found.trials}"
+    words += "".join(f", {n} {what}" for n, what in ((found.pruned, "pruned"), (found.refused, "refused")) if n)
+    if found.winner is not None:
+        values = ", ".join(f"{path} {show(value)}" for path, value in found.values.items())
+        words += f"; suggestion {found.winner} won: {values}"
+    return words
 
 
 def report(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from runners.schema import Member, Plan, Trial, UserError
+from runners.schema import Member, Plan, Search, Searched, Trial, UserError
 from sweeps import conditions
 from sweeps.catalog import Catalog
 from sweeps.compare import Comparer
@@ -14,6 +15,7 @@ from sweeps.expand import Cell, Expander, identify
 from sweeps.parse import Reader
 from sweeps.patch import assemble
 from sweeps.reader import Problems, SpecError, read_text
+from sweeps.searches import Searches
 from sweeps.slices import Evaluation
 
 __all__ = ["SpecError", "load", "not_there_yet", "select"]
@@ -43,6 +45,7 @@ def load(
     expansion = expander.expand()
     if not expansion.cells:
         problems.check()
+    searches = Searches(reader, read).add(expansion.cells)
     trials = identify(expansion.cells, read.seeds, problems)
     evaluation = Evaluation(reader, expander.resolver, expansion.cells, assembled.is_patched)
     before = len(problems)
@@ -51,7 +54,7 @@ def load(
     if not reader.is_sound or len(problems) > before:
         problems.check()  # what is wrong with a slice would be told again by each comparison on it
     tests = Comparer(expansion, evaluation, catalog, assembled.is_patched).tests(assembled.tree.get("compare"))
-    _note_searches(read.search, expansion.cells, problems)
+    _note_searches(read.search, searches, expansion.cells, problems)
     _note_unevaluated(expansion.cells, problems)
     problems.check()
     plain = {key: node.plain() for key, node in assembled.tree.value.items() if key != "profiles"}
@@ -68,6 +71,7 @@ def load(
         retry=read.retry,
         budget=read.budget,
         notes=tuple(problems.notes),
+        searches=searches,
     )
     if only is not None:
         select(plan, only)
@@ -85,7 +89,8 @@ def _member(cell: Cell, seed: int, trial: str) -> Member:
         blocks["model"].settings,
         train.settings if train is not None else None,
     )
-    return Member(settings, cell.arm, cell.name, cell.varying, cell.state_bytes, cell.slices)
+    searched = Searched(cell.search.key, slot=trial) if cell.search is not None else None
+    return Member(settings, cell.arm, cell.name, cell.varying, cell.state_bytes, cell.slices, searched)
 
 
 def _of_tasks(literal: str, cells: list[Cell], evaluation: Evaluation) -> dict[str, Any]:
@@ -98,14 +103,15 @@ def _of_tasks(literal: str, cells: list[Cell], evaluation: Evaluation) -> dict[s
     return found
 
 
-def _note_searches(search: dict[str, Any], cells: list[Cell], problems: Problems) -> None:
-    paths = {path for cell in cells for path in cell.searched}
-    if paths:
-        words = ", ".join(sorted(paths))
-        problems.note(f"{words}: searched inside each cell; the plan shows the cells, each with a stand-in value")
+def _note_searches(search: dict[str, Any], searches: tuple[Search, ...], cells: list[Cell], problems: Problems) -> None:
+    paths = {path: None for one in searches for path in one.space}
     for path in search:
         if cells and path not in paths:
             problems.note(f"search: {path} is given in every arm, so nothing is searched")
+    for one in searches:
+        if one.is_same:
+            problems.note("search.seeds: same: winners are selected on the seeds they are reported on; marked so")
+            break
 
 
 def _note_unevaluated(cells: list[Cell], problems: Problems) -> None:
@@ -116,13 +122,10 @@ def _note_unevaluated(cells: list[Cell], problems: Problems) -> None:
 
 def not_there_yet(plan: Plan, catalog: Catalog | None = None) -> list[str]:
     """What the spec language has and launching has not: one line each, empty if the plan can be launched."""
-    spec = plan.spec
-    found = [f"{word} (in the spec, checked, not run yet)" for word in ("search", "prune") if word in spec]
+    found = []
     gpu = plan.resources.get("gpu")
     if isinstance(gpu, int | float) and gpu > 1:
         found.append(f"resources.gpu: {gpu:g} (one trial on several GPUs; a share, 1 and auto are there)")
-    distributions = [path for path in _item_searches(spec) if "search" not in spec]
-    found += [f"a distribution in an item ({path})" for path in distributions]
     later = (catalog or Catalog()).block("model").literals.get("NOT_YET", {})
     models = {id(member.trial.model): member.trial.model for member in plan.members}
     for name, values in later.items():
@@ -132,16 +135,6 @@ def not_there_yet(plan: Plan, catalog: Catalog | None = None) -> list[str]:
             line = f"model.{name}: {str(value).lower() if isinstance(value, bool) else value}"
             if value in values and line not in found:
                 found.append(line)
-    return found
-
-
-def _item_searches(spec: dict[str, Any]) -> list[str]:
-    found = []
-    for items in spec.get("axes", {}).values():
-        for item in items if isinstance(items, list) else ():
-            for key, value in item.items() if isinstance(item, dict) else ():
-                if isinstance(value, dict) and {"log_uniform", "uniform", "int_uniform", "values"} & value.keys():
-                    found.append(key)
     return found
 
 
@@ -155,7 +148,8 @@ def select(plan: Plan, only: str) -> frozenset[str]:
     condition = conditions.read(node, problems, "--only")
     problems.check()
     assert condition is not None
-    flats = {member.trial.id: _flat(member) for member in plan.members}
+    searched = {search.key: search.space for search in plan.searches}
+    flats = {member.trial.id: _flat(member, searched) for member in plan.members}
     Universe(flats.values()).check(condition, problems)
     problems.check()
     found = frozenset(id_ for id_, flat in flats.items() if condition.holds(lambda path, f=flat: f.get(path, MISSING)))  # type: ignore[misc]
@@ -184,8 +178,11 @@ def _as_yaml(only: str) -> str:
     return "{" + ",".join(parts) + "}"
 
 
-def _flat(member: Member) -> dict[str, Any]:
-    """A member's settings by path, as conditions name them; several words for one trial's arms are one value each."""
+def _flat(member: Member, searched: Mapping[str, Collection[str]]) -> dict[str, Any]:
+    """A member's settings by path, as conditions name them; several words for one trial's arms are one value each.
+
+    What is searched (paths by the search's key) has no value before there is a winner.
+    """
     found: dict[str, Any] = {"arm": member.arm, "seed": member.trial.seed, "cell": member.cell}
     for kind in ("mechanism", "task", "model", "train"):
         for name, value in (getattr(member.trial, kind) or {}).items():
@@ -196,4 +193,7 @@ def _flat(member: Member) -> dict[str, Any]:
                 found.update({f"{kind}.{name}.{k}": v for k, v in value.items() if k != "name"})
             else:
                 found[f"{kind}.{name}"] = value
+    if member.is_open and member.searched is not None:
+        for path in searched[member.searched.key]:
+            found.pop(path, None)
     return found

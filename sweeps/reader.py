@@ -117,6 +117,10 @@ class Problems:
         """Something to tell that does not stop the sweep."""
         self.notes[message] = None
 
+    def messages(self) -> list[str]:
+        """What was told so far, without its places."""
+        return [message for _, message in self._found]
+
     def __bool__(self) -> bool:
         return bool(self._found)
 

@@ -182,8 +182,8 @@ class Resolver:
                 where = min(raw.keys.values(), default=self.origin, key=lambda m: (m.line, m.column))
                 self.problems.add(where, f"{raw.kind} needs one of {' | '.join(group)}")
 
-    def changed(self, raw: Raw, settings: Mapping[str, Written], which: tuple[int, ...]) -> Raw | None:
-        """The block with the values of some `when` entries over it."""
+    def changed(self, raw: Raw, settings: Mapping[str, Written], which: tuple[Any, ...]) -> Raw | None:
+        """The block with the values of some `when` entries over it; `which` names them for the next time."""
         if which not in raw.changed:
             new = Raw(
                 raw.kind, raw.block, dict(raw.values), dict(raw.marks), dict(raw.keys), raw.late | settings.keys()
@@ -203,6 +203,20 @@ class Resolver:
             self._check_owners(new)
             raw.changed[which] = new if len(self.problems) == before else None
         return raw.changed[which]
+
+    def with_values(
+        self, blocks: Mapping[str, Resolved], marks: Mapping[str, Mark], values: Mapping[str, Any]
+    ) -> dict[str, Resolved] | None:
+        """A trial's blocks with some values replaced, told at `marks`; None if something has no value then."""
+        raws: dict[str, Raw] = {}
+        for kind, block in blocks.items():
+            plain = {path: "none" if v is None else v for path, v in values.items() if head(path) == kind}
+            own = {path: Written(Node(value, marks[path]), marks[path]) for path, value in plain.items()}
+            raw = self.changed(block.raw, own, ("values", canonical_json(plain))) if own else block.raw
+            if raw is None:
+                return None
+            raws[kind] = raw
+        return self.settle(raws)
 
     # --- settling -----------------------------------------------------------------------------------------------
 

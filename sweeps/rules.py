@@ -28,6 +28,10 @@ class Rules:
         fine = self._check((id(blocks["mechanism"]), *around), blocks, ("mechanism", "task", "model"))
         return fine if train is None else self._check((id(train), *around), blocks, ("train",)) and fine
 
+    def keeps(self, blocks: Mapping[str, Resolved]) -> bool:
+        """Whether the rules hold, without a word."""
+        return not any(True for block in blocks.values() for _ in self.broken(blocks, block))
+
     def _check(self, memo: tuple[int, ...], blocks: Mapping[str, Resolved], kinds: tuple[str, ...]) -> bool:
         if memo not in self._limits:
             broken = [(blocks[kind], *found) for kind in kinds for found in self.broken(blocks, blocks[kind])]

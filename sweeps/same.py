@@ -31,8 +31,9 @@ class Sameness:
             evaluated = {kind: block for kind, block in blocks.items() if kind != "train"}
             found = [self._effective(blocks), *(self._effective({**evaluated, "task": self.resolved[i]}) for i in ids)]
             self._same[memo] = repr(found)
-        rest = (blocks[kind].text for kind in ("task", "model", "train") if kind in blocks)
-        return (self._same[memo], *rest)
+        rest = [blocks[kind].text for kind in ("task", "model", "train") if kind in blocks]
+        # The values a searched cell stands there with are not the winner's: only the same search finds the same.
+        return (self._same[memo], *rest, cell.search.key if cell.search is not None else "")
 
     def _effective(self, blocks: dict[str, Resolved]) -> tuple[str, tuple[tuple[str, Any], ...]]:
         """Name and settings of the mechanism that matter on this task, after CAPS, INERT and SAME_AS."""

@@ -47,9 +47,9 @@ SECTIONS = {
     "search": _section(
         sampler=("Literal['tpe', 'random', 'grid']", "how suggestions are made"),
         trials=("int", "suggestions a cell in all (count)"),
-        select=("str", "the training metric that picks the winner, as valid/accuracy"),
+        select=("list[str]", "the training metric that picks the winner, as valid/accuracy; a list = several aims"),
         seeds=("int | Literal['same']", "search seeds a suggestion, or same = select on the report seeds"),
-        parallel=("int", "suggestions made at a time (count)"),
+        parallel=("int", "suggestions of a round, made and trained together (count)"),
     ),
 }
 
@@ -79,7 +79,8 @@ def read(name: str, node: Node | None, problems: Problems, skip: tuple[str, ...]
             problems.add(node.keys.get(key, child.mark), f"{name} has no key {key!r}{near(key, SECTIONS[name])}")
             continue
         try:
-            found[key] = param.type.convert(child)
+            is_word = param.type.is_list and isinstance(child.value, str)
+            found[key] = param.type.convert(Node([child], child.mark) if is_word else child)
         except Misfit as error:
             problems.add(child.mark, f"{name}.{key}: {error}")
             continue
@@ -116,7 +117,13 @@ def read_prune(node: Node | None, problems: Problems) -> dict[str, Any]:
     for key in node.value:
         if key != "asha":
             problems.add(node.keys[key], f"there is no pruner {key!r}{near(key, ['asha'])}")
-    return {"asha": read("asha", node.get("asha"), problems)} if "asha" in node.value else {}
+    asha = node.get("asha")
+    found = read("asha", asha, problems)
+    if asha is not None and asha.is_map and "grace_steps" not in asha.value:
+        problems.add(asha.mark, "asha needs grace_steps: updates before a suggestion can be pruned")
+    if found.get("reduction") == 1:
+        problems.add(asha.value["reduction"].mark, "asha.reduction: at least 2, as one of 1 would prune nothing")  # type: ignore[union-attr]
+    return {"asha": found} if "grace_steps" in found else {}
 
 
 def is_distribution(node: Node) -> bool:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from runners.schema import Member, Plan, UserError
+from runners.schema import Member, Plan, Search, UserError
 from sweeps.blocks import longest_row
 from sweeps.catalog import Block, Catalog, Param
 from sweeps.reader import near
@@ -16,12 +16,16 @@ MAX_ROWS = 60
 
 
 def headline(plan: Plan) -> str:
-    """`30 trials (10 cells x 3 seeds), 30 evaluations, 1 comparison`."""
+    """`30 trials (10 cells x 3 seeds), 30 evaluations, 1 comparison`; with a search, all trainings first."""
     cells = len({member.cell for member in plan.members})
     seeds = len({member.trial.seed for member in plan.members})
     evaluations = sum(len(member.slices) for member in plan.members)
+    trials = f"{_count(len(plan.members), 'trial')} ({_count(cells, 'cell')} x {_count(seeds, 'seed')})"
+    if plan.searches:
+        more = _count(sum(search.n_trainings for search in plan.searches), "training")
+        trials = f"{_count(plan.n_trainings, 'training')}: {trials}, {more} of suggestions"
     parts = [
-        f"{_count(len(plan.members), 'trial')} ({_count(cells, 'cell')} x {_count(seeds, 'seed')})",
+        trials,
         _count(evaluations, "evaluation"),
         _count(len(plan.tests), "comparison"),
     ]
@@ -40,14 +44,26 @@ def plan(found: Plan, selected: frozenset[str] | None, later: list[str], *, ever
     if selected is not None:
         print(f"--only takes {len(members):,} of {len(found.members):,} trials")
     print()
-    _cells(members, None if everything else MAX_ROWS).print()
+    _cells(members, found, None if everything else MAX_ROWS).print()
     if found.tests:
         print()
         _tests(found).print()
-    for note in found.notes:
+    for note in [*found.notes, *_first_round(found)]:
         print(f"note: {note}")
     for line in later:
         print(f"not there yet: {line}")
+
+
+def _first_round(found: Plan) -> list[str]:
+    """What a plan with a search cannot know yet."""
+    if not found.searches:
+        return []
+    paths = ", ".join(dict.fromkeys(path for search in found.searches for path in search.space))
+    first = sum(min(search.parallel, search.trials) * len(search.seeds) for search in found.searches)
+    return [
+        f"{paths}: searched inside each cell. The first round of suggestions, {_count(first, 'training')}, can be made "
+        "now; later rounds and the winners' trials follow from results"
+    ]
 
 
 class _Table:
@@ -67,21 +83,33 @@ class _Table:
             print("  ".join(f"{c:>{w}}" if right else f"{c:<{w}}" for c, w, right in cells).rstrip())
 
 
-def _cells(members: list[Member], limit: int | None) -> _Table:
-    """One row a cell: what varies, the units that follow from others, the state, and its trials."""
+def _cells(members: list[Member], found: Plan, limit: int | None) -> _Table:
+    """One row a cell: what varies, the units that follow from others, the state, its search and its trials."""
     rows: dict[str, list[Member]] = {}
     for member in members:
         rows.setdefault(member.cell, []).append(member)
-    table = _Table("cell", "heads", "steps", "state bytes", "slices", "seeds", "trial", right=("state bytes", "slices"))
+    searches = {search.key: search for search in found.searches}
+    columns = ("cell", "heads", "steps", "state bytes", "slices", *(("search",) if searches else ()), "seeds", "trial")
+    table = _Table(*columns, right=("state bytes", "slices"))
     for number, (cell, group) in enumerate(rows.items()):
         if limit is not None and number == limit:
-            table.add(f"... {len(rows) - limit:,} cells more: --all shows them", "", "", "", "", "", "")
+            table.add(f"... {len(rows) - limit:,} cells more: --all shows them", *[""] * (len(columns) - 1))
             break
         first = group[0]
         seeds = _ranges([member.trial.seed for member in group])
         state = f"{first.state_bytes:,}"
-        table.add(cell, _heads(first), _steps(first), state, str(len(first.slices)), seeds, first.trial.id)
+        search = (_suggestions(searches.get(first.searched.key) if first.searched else None),) if searches else ()
+        trial = "the winner's" if first.is_open else first.trial.id
+        table.add(cell, _heads(first), _steps(first), state, str(len(first.slices)), *search, seeds, trial)
     return table
+
+
+def _suggestions(search: Search | None) -> str:
+    """`4 tpe` suggestions, `4 tpe x 2 seeds`, or `6 grid, same seeds`."""
+    if search is None:
+        return "none"
+    more = ", same seeds" if search.is_same else f" x {len(search.seeds)} seeds" if len(search.seeds) > 1 else ""
+    return f"{search.trials} {search.sampler}{more}"
 
 
 def _ranges(seeds: list[int]) -> str:
