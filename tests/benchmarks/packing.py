@@ -37,7 +37,8 @@ ITEMS = {"softmax": "{name: softmax, model.position: rope}"}
 
 def launch(spec: Path, store: Path, gpu: str, limit_s: float) -> dict[str, Any]:
     """One sweep in a fresh store. Raises `SystemExit` with the launch's own words if it did not end well."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "sweeps", "launch", str(spec), "--store", str(store), "--no-report"]
     began = time.perf_counter()
     done = subprocess.run(
