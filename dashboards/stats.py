@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from scipy import stats as distributions
 from statsmodels.stats.multitest import multipletests
 
-ALPHA = 0.05
+from dashboards.needed import ALPHA as ALPHA
+from dashboards.needed import pairs_needed as pairs_needed
+
 POWER = 0.8
 MAX_MISSING = 0.2
 """Share of planned pairs that may be missing before a comparison gets no verdict."""
@@ -167,14 +169,6 @@ def holm(p_values: Sequence[float | None]) -> list[float]:
         return []
     known = [1.0 if p is None else min(p, 1.0) for p in p_values]
     return [float(p) for p in multipletests(known, alpha=ALPHA, method="holm")[1]]
-
-
-def pairs_needed(n_tests: int, looks: int = 1) -> int:
-    """The fewest pairs with which flips can reach p ≤ 0.05 after Holm over `n_tests` tests and `looks` looks.
-
-    The smallest p of N pairs is 2^(1 − N): 6 pairs for one test, 8 for four, 10 for twenty.
-    """
-    return math.ceil(1 + math.log2(n_tests * looks / ALPHA))
 
 
 def seeds_needed(blocks: Blocks, margin: float, n_tests: int = 1, looks: int = 1) -> int | None:

@@ -9,7 +9,7 @@ The surface. A mechanism file defines one class `Mixer(Base)`:
 
 A state is a flat dict of tensors, batch first. Module-level literals are read without importing the file:
 REVISION, STATE and CACHE (elements carried after `seq_len` tokens, per layer and sequence: STATE in fp32 or int32,
-CACHE in the activations' dtype), LIMITS, INERT, CAPS, SAME_AS.
+CACHE in the activations' dtype), PARAMS (parameters of one mixer), LIMITS, INERT, CAPS, SAME_AS.
 
 Initial weights. The model draws the weight of every `nn.Linear` inside a mixer, and zeroes its bias. Then it calls
 `mixer.init_special(generator)`, where `generator(name)` gives the generator for the parameter of that name inside the

@@ -29,6 +29,7 @@ from mechanisms._parts import Base, Projections, RmsNorm, Shape, State, WriteGat
 REVISION = 1
 STATE = "n_heads*head_dim*head_dim"
 CACHE = "3*conv*n_heads*head_dim"
+PARAMS = "n_heads*head_dim*(3*(d_model + (4 if short_conv else 0)) + d_model) + n_heads*d_model + head_dim"
 LIMITS = ["position != 'rope'"]
 
 

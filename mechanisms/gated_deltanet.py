@@ -30,6 +30,10 @@ from mechanisms._parts import Base, DecayGate, GatedOutput, Projections, Shape, 
 REVISION = 1
 STATE = "n_heads*head_dim*head_dim*expand_v"
 CACHE = "conv*n_heads*head_dim*(2 + expand_v)"
+PARAMS = (
+    "n_heads*head_dim*((2 + expand_v)*(d_model + (4 if short_conv else 0)) + 2*expand_v*d_model)"
+    " + n_heads*(2*d_model + 2) + expand_v*head_dim"
+)
 LIMITS = ["expand_v >= 1", "a_max > 1e-4", "position != 'rope'"]
 
 

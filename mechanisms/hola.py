@@ -42,6 +42,10 @@ from mechanisms._parts import Base, DecayGate, GatedOutput, Projections, Shape, 
 REVISION = 1
 STATE = "n_heads*head_dim*head_dim + 2*n_heads*(cache + block) + 1"
 CACHE = "2*n_heads*head_dim*(cache + block) + 3*conv*n_heads*head_dim"
+PARAMS = (
+    "n_heads*head_dim*(3*(d_model + (4 if short_conv else 0)) + 2*d_model) + n_heads*(2*d_model + 4)"
+    " + head_dim*(3 if read == 'rms' else 1)"
+)
 LIMITS = ["block >= 1", "cache >= 0", "a_max > 1e-4", "admission != 'none' or cache == 0", "position != 'rope'"]
 CAPS = {"block": "seq_len", "cache": "((seq_len - 1) // block) * block"}
 INERT = {"admission": "cache == 0 or cache >= ((seq_len - 1) // block) * block"}

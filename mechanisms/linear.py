@@ -34,6 +34,7 @@ from mechanisms._parts import Base, Projections, RmsNorm, Shape, State, unit_nor
 REVISION = 1
 STATE = "n_heads*head_dim*head_dim + (n_heads*head_dim if normaliser else 0)"
 CACHE = "3*conv*n_heads*head_dim"
+PARAMS = "n_heads*head_dim*(3*(d_model + (4 if short_conv else 0)) + d_model) + (0 if normaliser else head_dim)"
 LIMITS = ["position != 'rope'", "not normaliser or feature_map == 'elu'"]
 
 

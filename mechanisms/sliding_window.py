@@ -31,6 +31,7 @@ from mechanisms._parts import Base, Projections, Shape, State, rotate
 REVISION = 1
 STATE = "1"
 CACHE = "2*min(window, seq_len)*n_heads*head_dim + 3*conv*n_heads*head_dim"
+PARAMS = "n_heads*head_dim*(3*(d_model + (4 if short_conv else 0)) + d_model)"
 LIMITS = ["window >= 1", "position != 'rope' or head_dim % 2 == 0"]
 SAME_AS = {"softmax": "window >= seq_len"}
 

@@ -29,6 +29,7 @@ from mechanisms._parts import Base, Projections, Shape, State, rotate
 REVISION = 1
 STATE = "0"
 CACHE = "2*seq_len*n_heads*head_dim + 3*conv*n_heads*head_dim"
+PARAMS = "n_heads*head_dim*(3*(d_model + (4 if short_conv else 0)) + d_model)"
 LIMITS = ["position != 'rope' or head_dim % 2 == 0"]
 
 

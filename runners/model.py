@@ -53,6 +53,15 @@ BLOCKS = {
     "mlp": {"gelu": "GeluMlp", "swiglu": "SwigluMlp"},
     "moe": {"moe": "Moe"},
 }
+PARAMS = {
+    "shell": "vocab_size*d_model*(1 if tied else 2) + (seq_len*d_model if position == 'learned' else 0)"
+    " + (2*d_model if norm == 'pre' else 0)",
+    "layer": "2*d_model",
+    "base_conv": "d_model*d_model + 5*d_model",
+    "gelu": "2*d_model*width + width + 3*d_model if width is not None else 8*d_model*d_model + 7*d_model",
+    "swiglu": "3*d_model*width + 2*d_model if width is not None else 3*d_model*((8*d_model + 95)//96*32) + 2*d_model",
+}
+"""Parameters of the parts: all but the layers, a layer without its mixer and mlp, a base_conv, an mlp with its norm."""
 NOT_YET: dict[str, list[Any]] = {"block": ["hyper_link"], "lobe": ["causal"], "moe": ["moe"], "causal": [False]}
 
 SIZES = {"2m": (192, 4), "5m": (256, 6), "10m": (320, 8), "20m": (448, 8)}

@@ -402,7 +402,7 @@ class Plan:
                 members.append(_member_from_json(row))
             elif kind == "search":
                 searches.append(_search_from_json(row))
-            else:
+            elif kind == "test":
                 pairs = tuple(Pair(block, seed, tuple(a), tuple(b)) for block, seed, a, b in row.pop("pairs"))
                 tests.append(Test(**{**row, "slices": tuple(row["slices"]), "pairs": pairs}))
         names = ("sweep", "question", "spec", "source", "metrics", "resources", "retry")

@@ -4,10 +4,11 @@ A file's parameters are the keyword-only arguments of its class (`Mixer`, `Task`
 stands in the class docstring, and literals beside the class give the rules between them. Reading takes milliseconds;
 importing would take seconds, because every such file imports torch.
 
-Literals: REVISION, STATE, CACHE, LIMITS, INERT (when a parameter has no effect), CAPS (a value above this one acts as
-this one; in order, each formula reads what is capped before it), SAME_AS (mechanisms), METRICS, BOUNDS, CHANCE,
-SELECT, TRAINS (tasks), BLOCKS, NOT_YET (model), OWNERS (parameters of which at most one is given, the others follow),
-DERIVED (what a parameter that is none stands for).
+Literals: REVISION, STATE, CACHE, PARAMS (parameters of a mixer, or of the parts of the model), LIMITS, INERT (when a
+parameter has no effect), CAPS (a value above this one acts as this one; in order, each formula reads what is capped
+before it), SAME_AS (mechanisms), METRICS, BOUNDS, CHANCE, SELECT, TRAINS, LABELS (labelled positions of a row) (tasks),
+BLOCKS, NOT_YET (model), OWNERS (parameters of which at most one is given, the others follow), DERIVED (what a parameter
+that is none stands for).
 """
 
 from __future__ import annotations
@@ -178,8 +179,9 @@ def _literals(tree: ast.Module, shown: str) -> dict[str, Any]:
                 found[target.id] = ast.literal_eval(node.value)
             except (ValueError, TypeError, SyntaxError):
                 continue  # a constant of the code's own, not one of the catalogue's literals
-    for name in ("LIMITS", "INERT", "CAPS", "SAME_AS", "CHANCE", "DERIVED"):
+    for name in ("LIMITS", "INERT", "CAPS", "SAME_AS", "CHANCE", "DERIVED", "PARAMS", "LABELS"):
         rules = found.get(name, [])
+        rules = [rules] if isinstance(rules, str) else rules
         for rule in rules.values() if isinstance(rules, dict) else rules:
             try:
                 formula.parse(str(rule))

@@ -49,6 +49,7 @@ DERIVED = {"seq_len": "64 if layout == 'zoology' else 3 * n_pairs + 1"}
 SEGMENT = ["seq_len", "n_pairs", "examples"]
 METRICS = {"accuracy": "max", "loss": "min"}
 BOUNDS = {"accuracy": [0, 1]}
+LABELS = "n_pairs if layout == 'zoology' else seq_len - 2*n_pairs - 1"
 CHANCE = {
     "accuracy": "2 / vocab_size if layout == 'zoology' else 1 / vocab_size",
     "loss": "log(vocab_size)",

@@ -1,0 +1,164 @@
+"""What a trial costs, from its settings alone: parameters (exact), updates, tokens, arithmetic, memory, time.
+
+Parameters are exact: formulas beside each mechanism and the model, held against built models by a test. Arithmetic
+counts two operations a weight and token forward, twice that backward, and what mixing does with the state. Seconds and
+bytes without a measurement are guesses to the right power of two or so, for the first plan on a new machine: whatever
+a store has measured replaces them (`sweeps/measured.py`).
+
+Everything is worked out once for each different combination of blocks, not once for each trial.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runners.schema import Trial, UserError
+from sweeps import formula
+from sweeps.blocks import longest_row
+from sweeps.catalog import Catalog, with_derived
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What a device does with small models: seconds a layer and update whatever the size, operations a second."""
+
+    layer_s: float
+    fp32: float
+    bf16: float
+    base_bytes: int
+
+
+CPU = Rate(layer_s=6e-3, fp32=8e9, bf16=4e9, base_bytes=450 * 2**20)
+GPU = Rate(layer_s=2e-3, fp32=2.5e13, bf16=6e13, base_bytes=2**30)
+"""One core of a server; an H200 running operations one by one. To be replaced by what is measured."""
+START_S = 1.5
+"""A trial's own start and end: building the model, checkpoints, the result."""
+LIVE_TENSORS = 24
+"""About how many tensors as wide as the model a layer keeps of each token for the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One trial's training and evaluations, as far as they can be told from settings; None = cannot be told."""
+
+    n_params: int | None
+    steps: int | None
+    tokens: int | None
+    flops: float | None
+    seconds: float | None
+    memory_bytes: int | None
+
+
+class Analyst:
+    """Works out trials; equal blocks share their part of the work."""
+
+    def __init__(self, catalog: Catalog, rate: Rate) -> None:
+        self.catalog, self.rate = catalog, rate
+        self._envs: dict[tuple[int, ...], tuple[dict[str, Any], int | None]] = {}
+        self._keep: list[Any] = []  # the ids above are of objects that must not go away
+
+    def work(self, trial: Trial, slices: tuple[Mapping[str, Any], ...] = ()) -> Work:
+        """The cost of training `trial` and evaluating it on the task settings `slices`."""
+        env, n_params = self._env(trial)
+        train = trial.train
+        if train is None or n_params is None:
+            return Work(n_params, None, None, None, None, None)
+        length = env.get("seq_len")
+        rows = train.get("batch_size") or (length and max(1, (train.get("batch_tokens") or 0) // length))
+        steps = self._steps(trial, rows, length, n_params)
+        if not (rows and length and steps):
+            return Work(n_params, steps, None, None, None, None)
+        tokens = steps * rows * length
+        forward = self._forward(env, n_params)
+        every = train.get("eval_every") or max(1, steps // 5)
+        checked = (trial.task.get("valid_examples") or 0) * len(trial.task.get("segments") or [0]) * length
+        looked_at = -(-steps // every) * checked
+        looked_at += sum((s.get("test_examples") or 0) * (s.get("seq_len") or length) for s in slices)
+        flops = forward * (3 * tokens + looked_at)
+        bf16 = train.get("dtype") == "bf16"
+        speed = self.rate.bf16 if bf16 else self.rate.fp32
+        seconds = START_S + max(steps * self.rate.layer_s * (env.get("n_layers") or 1), 0.0) + flops / speed
+        return Work(n_params, steps, tokens, flops, seconds, self._memory(env, n_params, rows, length, bf16))
+
+    def _env(self, trial: Trial) -> tuple[dict[str, Any], int | None]:
+        """The names that formulas read, and the model's parameters."""
+        memo = (id(trial.mechanism), id(trial.task), id(trial.model))
+        if memo not in self._envs:
+            self._keep.append(trial)
+            env = self._names(trial)
+            self._envs[memo] = (env, self._n_params(trial, env))
+        return self._envs[memo]
+
+    def _names(self, trial: Trial) -> dict[str, Any]:
+        model = with_derived(self.catalog.block("model"), trial.model, {})
+        task = with_derived(self.catalog.block("task", trial.task["name"]), trial.task, {})
+        mechanism = with_derived(self.catalog.block("mechanism", trial.mechanism["name"]), trial.mechanism, {})
+        env = {"conv": 3 if model.get("short_conv") else 0, **model, **task}
+        length = longest_row(task)
+        around = {} if length is None else {"seq_len": length}
+        return {**env, **around, **mechanism, "task": trial.task["name"]}
+
+    def _n_params(self, trial: Trial, env: Mapping[str, Any]) -> int | None:
+        """Parameters of the whole model; None where a file does not say how to count them."""
+        parts = self.catalog.block("model").literals.get("PARAMS", {})
+        mixer = self.catalog.block("mechanism", trial.mechanism["name"]).literals.get("PARAMS")
+        mlp = trial.model.get("mlp")
+        mlp = {"name": mlp} if isinstance(mlp, str) else mlp or {"name": "none"}
+        n_layers = env.get("n_layers") or 1
+        kinds = env.get("layers") or ["mechanism"]
+        placed = [kinds[number % len(kinds)] for number in range(n_layers)]
+        try:
+            total = formula.evaluate(parts["shell"], env) + n_layers * formula.evaluate(parts["layer"], env)
+            total += placed.count("mechanism") * formula.evaluate(mixer or "", env) if "mechanism" in placed else 0
+            total += placed.count("base_conv") * formula.evaluate(parts["base_conv"], env)
+            if mlp["name"] != "none":
+                total += n_layers * formula.evaluate(parts[mlp["name"]], {**env, "width": mlp.get("width")})
+        except (KeyError, UserError, ValueError):
+            return None
+        return int(total)
+
+    def _steps(self, trial: Trial, rows: int | None, length: int | None, n_params: int) -> int | None:
+        """Updates, from whichever unit is given; those of `epochs` need the number of rows a task has."""
+        train = trial.train or {}
+        if train.get("steps") is not None:
+            return int(train["steps"])
+        if not rows or not length:
+            return None
+        if train.get("epochs") is not None:
+            own = trial.task.get("examples")
+            sizes = [part.get("examples", own) for part in trial.task.get("segments") or [{}]]
+            known = [size for size in sizes if isinstance(size, int)]
+            return int(train["epochs"]) * sum(-(-size // rows) for size in known) if len(known) == len(sizes) else None
+        tokens = train.get("tokens")
+        if tokens is None and train.get("tokens_per_param") is not None:
+            tokens = round(train["tokens_per_param"] * n_params)
+        return None if tokens is None else max(1, math.ceil(tokens / (rows * length)))
+
+    def _forward(self, env: Mapping[str, Any], n_params: int) -> float:
+        """Operations of a forward pass for each token: matrices, the head where labels are, mixing with the state."""
+        vocab, width, length = (env.get(name) or 0 for name in ("vocab_size", "d_model", "seq_len"))
+        labels = self._labels(env, length)
+        tables = vocab * width * (1 if env.get("tied") else 2)
+        block = self.catalog.block("mechanism", env["name"])
+        try:
+            state, cache = block.state_elements(env)
+        except UserError:
+            state = cache = 0
+        mixing = (env.get("n_layers") or 1) * (4 * state + cache)
+        return 2 * max(0, n_params - tables) + 2 * vocab * width * labels / max(1, length) + mixing
+
+    def _labels(self, env: Mapping[str, Any], length: int) -> int:
+        text = self.catalog.block("task", env["task"]).literals.get("LABELS")
+        try:
+            return length if text is None else int(formula.evaluate(text, env))
+        except UserError:
+            return length
+
+    def _memory(self, env: Mapping[str, Any], n_params: int, rows: int, length: int, bf16: bool) -> int:
+        """Weights, gradients and two moments in fp32, what the backward pass needs, logits, and the process itself."""
+        wide = (env.get("n_layers") or 1) * LIVE_TENSORS * (env.get("d_model") or 0) * (2 if bf16 else 4)
+        logits = 3 * 4 * (env.get("vocab_size") or 0) * self._labels(env, length)
+        return self.rate.base_bytes + 16 * n_params + rows * (length * wide + logits)
