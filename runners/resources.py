@@ -69,7 +69,7 @@ class Executor(Protocol):
 
 def here() -> Machine:
     """This machine."""
-    return Machine(_cores(), gpu_count())
+    return Machine(cores(), gpu_count())
 
 
 def share(resources: Mapping[str, Any], executor: str, jobs: int | None, machine: Machine | None = None) -> Share:
@@ -132,7 +132,8 @@ def card_name() -> str:
     return torch.cuda.get_device_name(0)
 
 
-def _cores() -> int:
+def cores() -> int:
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

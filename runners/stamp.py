@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -39,9 +38,11 @@ def stamp(trial: Trial, device: str) -> dict[str, Any]:
 
 @functools.cache
 def _version(distribution: str) -> str | None:
+    from importlib import metadata  # takes longer to import than a small plan takes to make
+
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
         return None
 
 

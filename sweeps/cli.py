@@ -18,7 +18,7 @@ import typer
 
 from runners.schema import Exit, UserError
 from sweeps import operate
-from sweeps.operate import JsonOption, OnlyOption, ProfileOption, SetOption, SpecArgument
+from sweeps.operate import JobsOption, JsonOption, OnlyOption, ProfileOption, SetOption, SpecArgument, StoreOption
 
 app = typer.Typer(
     name="sweep",
@@ -73,10 +73,13 @@ def plan(
     only: OnlyOption = None,
     as_json: JsonOption = False,
     everything: Annotated[bool, typer.Option("--all", help="Every cell and pair count, however many.")] = False,
+    store: StoreOption = None,
+    jobs: JobsOption = None,
 ) -> None:
-    """Show what a spec expands to: trials, evaluations and comparisons. Runs nothing."""
+    """Show what a spec expands to and what it costs; with a store, what is done and what it measured. Runs nothing."""
+    from sweeps import bill as bills
     from sweeps import plan as planning
-    from sweeps import show
+    from sweeps import show, stores
 
     gc.disable()  # a plan of ten thousand trials is many objects that all live to the end
     found = planning.load(spec, profile=profile, sets=sets or [], only=only)
@@ -84,8 +87,11 @@ def plan(
     if as_json:
         for line in found.to_lines():
             print(line)
+    bill = bills.make(found, store=stores.here(store), only=selected, jobs=jobs)
+    if as_json:
+        print(json.dumps(bill.as_json(), ensure_ascii=False))
     else:
-        show.plan(found, selected, planning.not_there_yet(found), everything=everything)
+        show.plan(found, selected, planning.not_there_yet(found), bill, everything=everything)
 
 
 @app.command()

@@ -7,13 +7,13 @@ is averaged inside the pair, because such trials share their random streams and 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from dashboards.needed import pairs_needed
 from runners.schema import EvalSlice, Test
 from sweeps import conditions, steps
 from sweeps.blocks import Resolved
@@ -27,7 +27,6 @@ from sweeps.slices import Evaluation
 from sweeps.types import show
 
 KEYS = ("a", "b", "metric", "margin", "at", "at_equal", "each", "mean", "pair", "if", "scale")
-ALPHA = 0.05
 
 
 @dataclass(slots=True)
@@ -101,7 +100,7 @@ class Comparer:
         if not tests:
             return
         # Seeds that are added once a report was read are a second look, which doubles every p.
-        wanted, later = (math.ceil(1 + math.log2(len(tests) * looks / ALPHA)) for looks in (1, 2))
+        wanted, later = (pairs_needed(len(tests), looks) for looks in (1, 2))
         more = f", {later} if they are added after a report" if later > wanted else ""
         need = f"a bounded score needs {wanted}"
         if len(tests) > 1:

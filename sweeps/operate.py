@@ -67,6 +67,7 @@ ForOption = Annotated[
         "--for", metavar="TIME", help="Stop at a checkpoint after 9m, 1.5h, ..., to be resumed (exit code 4)."
     ),
 ]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Launch also what is estimated above its budget.")]
 ReportOption = Annotated[bool, typer.Option("--report/--no-report", help="Write the report at the end.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -86,6 +87,7 @@ def launch(
     executor: ExecutorOption = "ray",
     jobs: JobsOption = None,
     limit: ForOption = None,
+    yes: YesOption = False,
     tracking_uri: UriOption = None,
     with_report: ReportOption = True,
 ) -> None:
@@ -97,7 +99,8 @@ def launch(
     if missing:
         raise UserError("this version cannot launch the sweep yet:\n" + "\n".join(f"  {line}" for line in missing))
     selected = planning.select(plan, only) if only else None
-    _run(plan, selected, stores.here(store), executor, jobs, limit, tracking_uri, with_report=with_report)
+    folder = stores.here(store)
+    _run(plan, selected, folder, executor, jobs, limit, tracking_uri, yes=yes, with_report=with_report)
 
 
 def resume(
@@ -110,6 +113,7 @@ def resume(
     executor: ExecutorOption = "ray",
     jobs: JobsOption = None,
     limit: ForOption = None,
+    yes: YesOption = False,
     tracking_uri: UriOption = None,
     with_report: ReportOption = True,
 ) -> None:
@@ -142,6 +146,7 @@ def resume(
             jobs,
             limit,
             tracking_uri,
+            yes=yes,
             with_report=with_report,
             failed=not unfinished,
         )
@@ -160,6 +165,7 @@ def _run(
     limit: str | None,
     tracking_uri: str | None,
     *,
+    yes: bool,
     with_report: bool,
     failed: bool = True,
 ) -> None:
@@ -167,11 +173,13 @@ def _run(
         raise UserError(f"--executor {executor!r}: it is ray or inline")
     for_s = _seconds(limit)
     from runners import driver
+    from sweeps import spending
     from sweeps.searches import Suggestions
 
     print(f"{plan.sweep}: {plan.question}" if plan.question else plan.sweep)
     for note in plan.notes:
         print(f"note: {note}")
+    spending.check(plan, store, selected, jobs, yes=yes)
     stores.remember(store)
     summary = driver.launch(
         plan,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from runners.schema import Member, Plan, Search, UserError
+from sweeps import show_bill
+from sweeps.bill import Bill, CellCost
 from sweeps.blocks import longest_row
 from sweeps.catalog import Block, Catalog, Param
 from sweeps.reader import near
@@ -36,7 +38,9 @@ def _count(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
-def plan(found: Plan, selected: frozenset[str] | None, later: list[str], *, everything: bool = False) -> None:
+def plan(
+    found: Plan, selected: frozenset[str] | None, later: list[str], bill: Bill, *, everything: bool = False
+) -> None:
     """The whole plan for a person: cells, comparisons, notes."""
     print(f"{found.sweep}: {found.question}" if found.question else found.sweep)
     print(headline(found))
@@ -44,10 +48,14 @@ def plan(found: Plan, selected: frozenset[str] | None, later: list[str], *, ever
     if selected is not None:
         print(f"--only takes {len(members):,} of {len(found.members):,} trials")
     print()
-    _cells(members, found, None if everything else MAX_ROWS).print()
+    costs = {cell.cell: cell for cell in bill.cells}
+    _cells(members, found, costs, None if everything else MAX_ROWS).print()
     if found.tests:
         print()
         _tests(found).print()
+    print()
+    for line in show_bill.totals(bill):
+        print(line)
     for note in [*found.notes, *_first_round(found)]:
         print(f"note: {note}")
     for line in later:
@@ -83,24 +91,27 @@ class _Table:
             print("  ".join(f"{c:>{w}}" if right else f"{c:<{w}}" for c, w, right in cells).rstrip())
 
 
-def _cells(members: list[Member], found: Plan, limit: int | None) -> _Table:
-    """One row a cell: what varies, the units that follow from others, the state, its search and its trials."""
+def _cells(members: list[Member], found: Plan, costs: Mapping[str, CellCost], limit: int | None) -> _Table:
+    """One row a cell: what varies, units that follow from others, state, search, what a trial costs, and its trials."""
     rows: dict[str, list[Member]] = {}
     for member in members:
         rows.setdefault(member.cell, []).append(member)
     searches = {search.key: search for search in found.searches}
-    columns = ("cell", "heads", "steps", "state bytes", "slices", *(("search",) if searches else ()), "seeds", "trial")
-    table = _Table(*columns, right=("state bytes", "slices"))
+    right = ("params", "state bytes", "slices", "a trial", "memory")
+    columns = ("cell", "heads", "steps", *right[:3], *(("search",) if searches else ()), "seeds", *right[3:], "from")
+    table = _Table(*columns, "trial", right=right)
     for number, (cell, group) in enumerate(rows.items()):
         if limit is not None and number == limit:
-            table.add(f"... {len(rows) - limit:,} cells more: --all shows them", *[""] * (len(columns) - 1))
+            table.add(f"... {len(rows) - limit:,} cells more: --all shows them", *[""] * len(columns))
             break
-        first = group[0]
+        first, cost = group[0], costs[cell]
         seeds = _ranges([member.trial.seed for member in group])
-        state = f"{first.state_bytes:,}"
+        sizes = ("?" if cost.n_params is None else f"{cost.n_params:,}", f"{first.state_bytes:,}")
         search = (_suggestions(searches.get(first.searched.key) if first.searched else None),) if searches else ()
+        bill = (show_bill.time_of(cost), show_bill.memory_of(cost), cost.basis)
         trial = "the winner's" if first.is_open else first.trial.id
-        table.add(cell, _heads(first), _steps(first), state, str(len(first.slices)), *search, seeds, trial)
+        row = (cell, _heads(first), _steps(first), *sizes, str(len(first.slices)), *search, seeds, *bill, trial)
+        table.add(*row)
     return table
 
 
@@ -142,7 +153,8 @@ def _steps(member: Member) -> str:
 
 
 def _tests(found: Plan) -> _Table:
-    table = _Table("comparison", "metric", "blocks", "pairs", "slices", "unpaired", right=("blocks", "pairs", "slices"))
+    columns = ("comparison", "metric", "blocks", "pairs", "verdict", "slices", "unpaired")
+    table = _Table(*columns, right=("blocks", "pairs", "slices"))
     for test in found.tests:
         blocks = len({pair.block for pair in test.pairs})
         unpaired = f"{test.unpaired_a} of a, {test.unpaired_b} of b" if test.unpaired_a or test.unpaired_b else ""
@@ -153,6 +165,7 @@ def _tests(found: Plan) -> _Table:
             f"{test.set}/{test.metric}{step}",
             str(blocks),
             str(len(test.pairs)),
+            show_bill.verdict_of(found, test),
             str(len(test.slices)),
             unpaired,
         )

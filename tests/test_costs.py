@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from spec_tools import BASE, FAKE, plan, problems
 
 from runners import model as models
-from runners import tasks
+from runners import resources, tasks
 from runners.feed import Feed
-from runners.schema import Trial
+from runners.ledger import Ledger
+from runners.owner import Owner
+from runners.schema import Exit, Member, Outcome, Status, Trial, UserError
+from runners.store import Store, seal, write_json
 from runners.train import Train
-from spec_tools import BASE, plan
-from sweeps import costs
+from sweeps import bill, costs, measured, show_bill, spending
 from sweeps.catalog import Catalog
 from sweeps.costs import Analyst
 
@@ -22,7 +26,7 @@ MQAR = BASE.replace("recall", "mqar")
 MODELS = {
     "plain": "{}",
     "untied, post norm, no mlp": "{model.tied: false, model.norm: post, model.mlp: none}",
-    "positions, no convolution": "{model.position: learned, model.short_conv: false, model.mlp: {name: gelu, width: 24}}",
+    "positions": "{model.position: learned, model.short_conv: false, model.mlp: {width: 24, name: gelu}}",
     "gated mlp": "{model.mlp: swiglu, model.n_layers: 3}",
     "gated mlp of a width": "{model.mlp: {name: swiglu, width: 40}}",
     "some convolutions": "{model.layers: [base_conv, mechanism], model.n_layers: 4}",
@@ -50,12 +54,12 @@ def test_parameters_are_those_of_the_built_model(name: str, tmp_path: Path) -> N
             settings = ", ".join(f"{key}: {str(value).lower()}" for key, value in own.items())
             item = f"{{name: {name}, {settings}}}" if settings else f"{{name: {name}}}"
             when = f"when: [{{if: {{mechanism: {name}}}, set: {around}}}]\n" if around != "{}" else ""
-            try:
-                found = plan(f"{MQAR}axes: {{mechanism: [{item}]}}\n{when}", tmp_path, catalog=CATALOG)
-            except Exception as error:
-                assert "wants" in str(error)
+            text = f"{MQAR}axes: {{mechanism: [{item}]}}\n{when}"
+            broken = problems(text, tmp_path, catalog=CATALOG)
+            if broken:
+                assert "wants" in broken[0][2]
                 continue
-            trial = found.members[0].trial
+            trial = plan(text, tmp_path, catalog=CATALOG).members[0].trial
             assert Analyst(CATALOG, costs.CPU).work(trial).n_params == count(trial), (own, around)
             tried += 1
     assert tried >= len(MODELS)
@@ -80,3 +84,194 @@ def test_updates_follow_from_every_unit(train: str, tmp_path: Path) -> None:
     exact = settings.n_steps(feed.steps_per_epoch, feed.tokens_per_epoch, count(trial))
     assert work.steps == pytest.approx(exact, abs=1 + exact // 100)
     assert work.tokens == pytest.approx(exact * settings.rows(64) * 64, rel=0.05)
+
+
+# --- what a store has measured ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "_cards", lambda: iter(()))
+    monkeypatch.setattr(resources, "cores", lambda: 4)
+    monkeypatch.setattr(bill, "cores", lambda: 4)
+
+
+TWO = f"{MQAR}axes: {{mechanism: [softmax, linear]}}\nseeds: 3\n"
+
+
+def finish(store: Store, member: Member, seconds: float, *, device: str, memory: int = 2**30, gpu: float = 0.0) -> None:
+    """The folder of a finished trial, its evaluations included."""
+    trial, folder = member.trial, store.trial_folder(member.trial.id)
+    store.check_settings(trial)
+    steps = (trial.train or {})["steps"]
+    row = {"schema": 1, "trial": trial.id, "status": "complete", "step": steps, "wall_s": seconds}
+    write_json(folder / "result.json", seal(row | {"peak_mem_bytes": memory, "stamp": {"device": device}}))
+    for part in member.slices:
+        write_json(folder / "evals" / f"{part.id}.json", seal({"schema": 1, "task": part.task, "metrics": {}}))
+    write_json(folder / "attempts" / "1" / "outcome.json", {"status": "complete", "seconds": seconds + 1, "gpu": gpu})
+
+
+def cells(found: bill.Bill) -> dict[str, bill.CellCost]:
+    return {cell.cell: cell for cell in found.cells}
+
+
+def test_without_a_store_everything_is_estimated(tmp_path: Path) -> None:
+    found = bill.make(plan(TWO, tmp_path, catalog=CATALOG), store=tmp_path / "none", catalog=CATALOG)
+    assert (found.unit, found.to_run, found.store, found.at_once) == ("CPU-hours", 6, None, 4.0)
+    assert {cell.basis for cell in found.cells} == {"estimated"}
+    assert found.hours == pytest.approx(sum(3 * (cell.seconds or 0) for cell in found.cells) / 3600)
+    assert found.wall_s == pytest.approx(3600 * (found.hours or 0) / 4)
+    assert found.memory_bytes == max(cell.memory_bytes or 0 for cell in found.cells)
+
+
+def test_what_was_measured_replaces_guesses_and_corrects_the_others(tmp_path: Path) -> None:
+    planned = plan(TWO, tmp_path, catalog=CATALOG)
+    guess = cells(bill.make(planned, catalog=CATALOG))
+    store = Store.create(tmp_path / "runs")
+    here = measured.device({})[0]
+    for member, seconds in zip(planned.members[:2], (29.0, 31.0), strict=True):
+        finish(store, member, seconds, device=here)
+    found = bill.make(planned, store=store.root, catalog=CATALOG)
+    softmax, linear = cells(found)["softmax"], cells(found)["linear"]
+    assert (softmax.basis, softmax.seconds, softmax.memory_bytes) == ("measured 2 trials", 31.0, 2**30)
+    assert linear.basis == "from 2 trials"
+    factor = 31.0 / (guess["softmax"].seconds or 1)
+    assert linear.seconds == pytest.approx((guess["linear"].seconds or 0) * factor, rel=0.1)
+    assert found.needs == {"nothing": 2, "train": 4, "evaluate": 0, "train again": 0}
+    assert (softmax.to_run, linear.to_run) == (1, 3)
+    assert not found.is_measured
+    longer = bill.make(plan(TWO, tmp_path, catalog=CATALOG, sets=["train.steps=40"]), store=store.root, catalog=CATALOG)
+    assert cells(longer)["softmax"].basis == "measured 2 trials"
+    assert cells(longer)["softmax"].seconds == pytest.approx(4 * 31.0)
+    assert longer.to_run == 6
+
+
+def test_another_device_says_nothing(tmp_path: Path) -> None:
+    planned = plan(TWO, tmp_path, catalog=CATALOG)
+    store = Store.create(tmp_path / "runs")
+    finish(store, planned.members[0], 30.0, device="Another Chip 9000")
+    found = bill.make(planned, store=store.root, catalog=CATALOG)
+    assert {cell.basis for cell in found.cells} == {"estimated"}
+    assert found.needs["nothing"] == 1
+
+
+def test_gone_weights_are_counted_as_retraining(tmp_path: Path) -> None:
+    planned = plan(TWO, tmp_path, catalog=CATALOG)
+    store = Store.create(tmp_path / "runs")
+    finish(store, planned.members[0], 30.0, device=measured.device({})[0])
+    more = plan(TWO + "evaluate: {task.n_pairs: [2, 4]}\n", tmp_path, catalog=CATALOG)
+    found = bill.make(more, store=store.root, catalog=CATALOG)
+    assert (found.needs["train again"], found.needs["train"], found.to_run) == (1, 5, 6)
+    assert cells(found)["softmax"].to_run == 3
+    (store.trial_folder(planned.members[0].trial.id) / "checkpoints" / "final").mkdir(parents=True)
+    (store.trial_folder(planned.members[0].trial.id) / "checkpoints" / "final" / "meta.json").write_text("{}")
+    found = bill.make(more, store=store.root, catalog=CATALOG)
+    assert (found.needs["evaluate"], cells(found)["softmax"].to_run) == (1, 2)
+
+
+def test_a_gpu_counts_by_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "_cards", lambda: iter(["A Card", "A Card"]))
+    whole = bill.make(plan(TWO, tmp_path, catalog=CATALOG), catalog=CATALOG)
+    assert (whole.device, whole.unit, whole.at_once) == ("A Card", "GPU-hours", 2.0)
+    text = TWO + "resources: {gpu: 0.25}\n"
+    shared = bill.make(plan(text, tmp_path, catalog=CATALOG), catalog=CATALOG)
+    assert shared.at_once == 8.0
+    assert shared.hours == pytest.approx((whole.hours or 0) / 4)
+    auto = plan(TWO + "resources: {gpu: auto}\n", tmp_path, catalog=CATALOG)
+    store = Store.create(tmp_path / "runs")
+    finish(store, auto.members[0], 9.0, device="A Card", gpu=0.5)
+    packed = cells(bill.make(auto, store=store.root, catalog=CATALOG))
+    assert (packed["softmax"].gpu, packed["linear"].gpu) == (0.5, 1.0)
+    too_much = bill.make(plan(TWO + "resources: {cpu: 64}\n", tmp_path, catalog=CATALOG), catalog=CATALOG)
+    assert "this machine has 4 cores" in too_much.notes[0]
+
+
+def test_cards_are_named_by_the_drivers_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for number in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 18\n")
+    assert list(measured._cards(tmp_path)) == ["NVIDIA H200", "NVIDIA H200"]
+    assert list(measured._cards(tmp_path / "none")) == []
+
+
+# --- what a person sees -----------------------------------------------------------------------------------------
+
+
+def test_plan_prints_costs_and_marks_guesses(tmp_path: Path) -> None:
+    planned = plan(TWO, tmp_path, catalog=CATALOG)
+    found = bill.make(planned, catalog=CATALOG)
+    lines = list(show_bill.totals(found))
+    assert lines[0].startswith("cost: ~")
+    assert "CPU-hours in all" in lines[0]
+    assert show_bill.time_of(found.cells[0]).startswith("~")
+    store = Store.create(tmp_path / "runs")
+    for member in planned.members:
+        finish(store, member, 30.0, device=measured.device({})[0])
+    done = bill.make(planned, store=store.root, catalog=CATALOG)
+    lines = list(show_bill.totals(done))
+    assert lines[0] == f"store {store.root}: 6 of 6 trials done, 0 to run"
+    assert lines[1].startswith("cost: 0.052 CPU-hours in all")
+    assert "~" not in "".join(lines)
+    assert (show_bill.time_of(done.cells[0]), show_bill.memory_of(done.cells[0])) == ("31 s", "1 GiB")
+
+
+def test_a_verdict_that_pairs_cannot_reach_is_said(tmp_path: Path) -> None:
+    compare = "compare: [{a: {mechanism: softmax}, b: {mechanism: linear}}]\n"
+    for seeds, said in ((3, "out of reach: 6 pairs needed"), (6, "can be reached")):
+        planned = plan(TWO.replace("seeds: 3", f"seeds: {seeds}") + compare, tmp_path, catalog=CATALOG)
+        assert show_bill.verdict_of(planned, planned.tests[0]) == said
+    loss = compare.replace("}]", "}, metric: test/loss}]").replace("}}, metric", "}, metric")
+    for seeds, said in ((1, "out of reach: 2 pairs a block needed"), (2, "can be reached")):
+        planned = plan(TWO.replace("seeds: 3", f"seeds: {seeds}") + loss, tmp_path, catalog=CATALOG)
+        assert show_bill.verdict_of(planned, planned.tests[0]) == said
+
+
+def test_settings_that_cannot_be_counted_are_said_not_guessed(tmp_path: Path) -> None:
+    found = bill.make(plan(BASE + "mechanism: hola\n", tmp_path), catalog=FAKE)
+    assert found.cells[0].seconds is None
+    assert "cost: cannot be told, as of hola" in "\n".join(show_bill.totals(found))
+
+
+# --- above the budget -------------------------------------------------------------------------------------------
+
+
+def ask_nobody(text: str) -> bool:
+    pytest.fail(f"nobody was to be asked: {text}")
+
+
+def test_above_the_budget_is_refused_asked_or_agreed_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = TWO + "budget: {wall: 1s, max_trials: 4}\n"
+    planned = plan(text, tmp_path, catalog=CATALOG)
+    nowhere = tmp_path / "none"
+    with pytest.raises(UserError) as caught:
+        spending.check(planned, nowhere, None, None, yes=False)
+    said = str(caught.value)
+    assert caught.value.exit_code == Exit.USAGE
+    assert re.search(r"~[\d.]+ s to run; budget.wall is 1 s", said)
+    assert "6 trainings to begin; budget.max_trials is 4" in said
+    assert "--yes launches it" in said
+    spending.check(planned, nowhere, None, None, yes=True, ask=ask_nobody)
+    asked: list[str] = []
+    spending.check(planned, nowhere, None, None, yes=False, ask=lambda question: not asked.append(question))  # type: ignore[func-returns-value]
+    assert "Launch it all the same?" in asked[0]
+    with pytest.raises(UserError, match="not launched"):
+        spending.check(planned, nowhere, None, None, yes=False, ask=lambda _: False)
+    part = frozenset(member.trial.id for member in planned.members[:3])
+    below = plan(TWO + "budget: {max_trials: 4, gpu_hours: 1e-9}\n", tmp_path, catalog=CATALOG)
+    spending.check(below, nowhere, part, None, yes=False, ask=ask_nobody)
+    spending.check(plan(TWO, tmp_path, catalog=CATALOG), nowhere, None, None, yes=False, ask=ask_nobody)
+
+
+def test_what_was_spent_counts_against_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "_cards", lambda: iter(["A Card"]))
+    planned = plan(TWO + "budget: {gpu_hours: 2}\n", tmp_path, catalog=CATALOG)
+    store = Store.create(tmp_path / "runs")
+    spending.check(planned, store.root, None, None, yes=False, ask=ask_nobody)
+    ledger, me = Ledger.open(store), Owner.me()
+    ledger.record_plan(planned, 1)
+    one = planned.members[0].trial.id
+    ledger.claim(one, me, gpu=0.5)
+    ledger.finish(Outcome(one, 1, Status.INTERRUPTED, seconds=4 * 3600.0))
+    with pytest.raises(UserError, match=r"GPU-hours to run and 2 spent; budget.gpu_hours is 2"):
+        spending.check(planned, store.root, None, None, yes=False)

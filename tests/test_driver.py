@@ -443,7 +443,7 @@ def test_shares(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], cards: int, jobs: int | None, found: tuple[Any, ...]
 ) -> None:
     monkeypatch.setattr(resources, "gpu_count", lambda: cards)
-    monkeypatch.setattr(resources, "_cores", lambda: 4)
+    monkeypatch.setattr(resources, "cores", lambda: 4)
     given = resources.share(asked, "ray", jobs)
     assert (given.slots, given.threads, given.gpus, given.gpu) == pytest.approx(found)
     assert given.device == ("cuda" if given.gpu else "cpu")

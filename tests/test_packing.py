@@ -297,7 +297,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     made = Fake(step_s=0.01, commit_every=1000)
     monkeypatch.setattr(trial, "load_engine", made.engine)
     monkeypatch.setattr(resources, "gpu_count", lambda: 1)
-    monkeypatch.setattr(resources, "_cores", lambda: 8)
+    monkeypatch.setattr(resources, "cores", lambda: 8)
     monkeypatch.setattr(cards, "card_name", lambda: CARD)
     return made
 

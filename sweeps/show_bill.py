@@ -1,0 +1,70 @@
+"""The cost of a plan in words: what `sweep plan` prints of a `Bill`. A `~` marks what was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dashboards.needed import pairs_needed
+from runners.durations import words
+from runners.need import Need
+from runners.schema import Plan, Test
+from sweeps.bill import Bill, CellCost
+
+
+def about(text: str, measured: bool) -> str:
+    return text if measured else f"~{text}"
+
+
+def time_of(cell: CellCost) -> str:
+    return "?" if cell.seconds is None else about(words(cell.seconds), cell.is_measured)
+
+
+def memory_of(cell: CellCost) -> str:
+    return "?" if cell.memory_bytes is None else about(size(cell.memory_bytes), cell.is_measured)
+
+
+def size(n_bytes: float) -> str:
+    """`450 MiB`, `1.2 GiB`."""
+    return f"{n_bytes / 2**20:.0f} MiB" if n_bytes < 2**30 else f"{n_bytes / 2**30:.3g} GiB"
+
+
+def totals(bill: Bill) -> Iterator[str]:
+    """What is done and what is left, hours, time here, and memory."""
+    if bill.store is not None:
+        done = bill.needs.get(Need.NOTHING, 0)
+        parts = [f"{done:,} of {sum(bill.needs.values()):,} trials done", f"{bill.to_run:,} to run"]
+        if bill.needs.get(Need.EVALUATE):
+            parts.append(f"{bill.needs[Need.EVALUATE]:,} of them only to evaluate")
+        if bill.needs.get(Need.RETRAIN):
+            parts.append(f"{bill.needs[Need.RETRAIN]:,} of them to retrain (their final weights are gone)")
+        yield f"store {bill.store}: {', '.join(parts)}"
+    measured, unit = bill.is_measured, bill.unit
+    if bill.hours is None or bill.hours_to_run is None:
+        untold = next(cell.cell for cell in bill.cells if cell.seconds is None)
+        yield f"cost: cannot be told, as of {untold}: its settings do not say how many updates or parameters it has"
+    else:
+        line = f"cost: {about(f'{bill.hours:.2g} {unit}', measured)} in all on {bill.device}"
+        if bill.store is not None and bill.to_run < sum(bill.needs.values()):
+            line += f", {about(f'{bill.hours_to_run:.2g}', measured)} to run"
+        if bill.wall_s:
+            line += f": {about(words(bill.wall_s), measured)} here with {bill.at_once:.3g} at once"
+        yield line
+    if bill.memory_bytes is not None:
+        kind = "of the card" if bill.on_gpu else "of a process"
+        yield f"memory: {about(size(bill.memory_bytes), measured)} {kind} a trial at most"
+    sources = dict.fromkeys(cell.basis for cell in bill.cells)
+    if len(sources) > 1 or "estimated" in sources:
+        yield "~ is an estimate: a store that has run trials like these makes it a measurement"
+    yield from (f"note: {note}" for note in bill.notes)
+
+
+def verdict_of(plan: Plan, test: Test) -> str:
+    """Whether a comparison has pairs enough for a verdict."""
+    if test.bounded and test.scale == "difference":
+        needed = pairs_needed(len(plan.tests))
+        return "can be reached" if len(test.pairs) >= needed else f"out of reach: {needed} pairs needed"
+    blocks: dict[str, int] = {}
+    for pair in test.pairs:
+        blocks[pair.block] = blocks.get(pair.block, 0) + 1
+    enough = blocks and min(blocks.values()) >= 2
+    return "can be reached" if enough else "out of reach: 2 pairs a block needed"
