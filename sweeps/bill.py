@@ -16,6 +16,7 @@ from typing import Any
 from runners.need import Need, need
 from runners.resources import Machine, Share, cores, share
 from runners.schema import Member, Plan, UserError
+from runners.search import Searches
 from runners.split import shape
 from runners.store import Store
 from sweeps import measured
@@ -29,7 +30,9 @@ ENOUGH = 200
 
 @dataclass(frozen=True, slots=True)
 class CellCost:
-    """One cell. `seconds`, `memory_bytes` and `flops` are of one trial; None = it cannot be told.
+    """One cell; `trials` counts its trainings, those of suggestions too.
+
+    `seconds`, `memory_bytes` and `flops` are of one trial; None = it cannot be told.
 
     `basis` says where seconds and memory come from: `measured 3 trials`, `from 12 trials` or `estimated`.
     """
@@ -67,6 +70,8 @@ class Bill:
     memory_bytes: int | None
     store: str | None = None
     notes: tuple[str, ...] = ()
+    to_begin: int = 0
+    """Trainings that were never begun, by any launch."""
 
     @property
     def unit(self) -> str:
@@ -87,10 +92,11 @@ class Bill:
 
 @dataclass
 class _Group:
-    """The members of one cell, and what they still need."""
+    """The trainings of one cell, its suggestions' among them: what they still need, and how many were never begun."""
 
-    members: list[Member]
+    first: Member
     needs: Counter[str] = field(default_factory=Counter)
+    to_begin: int = 0
 
 
 def make(
@@ -104,11 +110,10 @@ def make(
     """The cost of `plan` (of the trials in `only`) here, with what the store at `store` knows, if there is one."""
     opened = Store.open(store) if store is not None and (store / "store.json").exists() else None
     name, cards = measured.device(plan.resources)
-    members = [member for member in plan.members if only is None or member.trial.id in only]
     known = Experience()
     if opened is not None:
         known = measured.read(opened, (member.trial.id for member in plan.members), name)
-    groups = _grouped(members, opened)
+    groups = _grouped(plan, opened, only)
     given, notes = _share(plan, cards, jobs)
     analyst = Analyst(catalog or Catalog(), GPU if cards else CPU)
     corrections = _corrections(known, analyst)
@@ -116,22 +121,44 @@ def make(
     needs: Counter[str] = Counter({word.value: 0 for word in Need})
     for group in groups.values():
         needs.update(group.needs)
-    return _total(name, bool(cards), dict(needs), cells, given, opened, tuple(notes))
+    to_begin = sum(group.to_begin for group in groups.values())
+    return _total(name, bool(cards), dict(needs), cells, given, opened, tuple(notes), to_begin)
 
 
-def _grouped(members: list[Member], store: Store | None) -> dict[str, _Group]:
+def _grouped(plan: Plan, store: Store | None, only: frozenset[str] | None) -> dict[str, _Group]:
+    """The plan's trainings by cell. A search counts with all its suggestions, the ones not made yet too."""
     groups: dict[str, _Group] = {}
-    for member in members:
+    asked: set[str] = set()
+    for slot in plan.members:
+        if only is None or slot.trial.id in only:
+            groups.setdefault(slot.cell, _Group(slot))
+            if slot.searched is not None:
+                asked.add(slot.searched.key)
+    searches = Searches(plan, store) if store is not None and plan.searches else None
+    for member in searches.view().members if searches else plan.members:
         group = groups.get(member.cell)
-        if group is None:
-            group = groups[member.cell] = _Group([])
-        group.members.append(member)
-    for group in groups.values():
-        if store is None:
-            group.needs[Need.TRAIN.value] = len(group.members)
-        else:
-            group.needs.update(need(store, member).value for member in group.members)
+        if group is not None and _counts(member, plan, only, asked):
+            what = Need.TRAIN if store is None or member.is_open else need(store, member)
+            group.needs[what.value] += 1
+            group.to_begin += what == Need.TRAIN and (store is None or not store.last_attempt(member.trial.id))
+    for search in plan.searches:
+        if search.key in asked:
+            state = searches.state(search.key) if searches else None
+            made = len(state.suggestions) if state else 0
+            left = 0 if state and state.is_over else (search.trials - made) * len(search.seeds)
+            groups[search.cell].needs[Need.TRAIN.value] += left
+            groups[search.cell].to_begin += left
     return groups
+
+
+def _counts(member: Member, plan: Plan, only: frozenset[str] | None, asked: set[str]) -> bool:
+    """Whether a member is a training of the ones asked for; with `seeds: same` an open slot is none of its own."""
+    searched = member.searched
+    if searched is not None and member.is_open and any(s.is_same for s in plan.searches if s.key == searched.key):
+        return False
+    if only is None or member.trial.id in only:
+        return True
+    return searched is not None and (searched.slot in only or (not searched.slot and searched.key in asked))
 
 
 def _share(plan: Plan, cards: int, jobs: int | None) -> tuple[Share, list[str]]:
@@ -165,7 +192,7 @@ def _cell(
     corrections: Mapping[str, tuple[float, float, int]],
     given: Share,
 ) -> CellCost:
-    first = group.members[0]
+    first = group.first
     work = analyst.work(first.trial, tuple([part.task for part in first.slices]))
     alike = known.by_shape.get(shape(first.trial), []) if known.taken else []
     seconds, memory, basis = _told(work, first.trial.mechanism["name"], alike, corrections)
@@ -174,7 +201,7 @@ def _cell(
     to_run = sum(n for word, n in group.needs.items() if word in (Need.TRAIN, Need.RETRAIN))
     return CellCost(
         cell,
-        len(group.members),
+        group.needs.total(),
         to_run,
         work.n_params,
         work.steps,
@@ -211,6 +238,7 @@ def _total(
     given: Share,
     store: Store | None,
     notes: tuple[str, ...],
+    to_begin: int,
 ) -> Bill:
     def hours(counts: list[tuple[CellCost, int]]) -> float | None:
         known = [(cell.seconds, cell.gpu, n) for cell, n in counts if n]
@@ -231,4 +259,4 @@ def _total(
     peaks = [cell.memory_bytes for cell in cells]
     peak = None if any(p is None for p in peaks) else max((p for p in peaks if p is not None), default=None)
     where = str(store.root) if store is not None else None
-    return Bill(name, on_gpu, needs, cells, in_all, to_run, wall_s, at_once, peak, where, notes)
+    return Bill(name, on_gpu, needs, cells, in_all, to_run, wall_s, at_once, peak, where, notes, to_begin)

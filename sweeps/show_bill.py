@@ -23,6 +23,10 @@ def memory_of(cell: CellCost) -> str:
     return "?" if cell.memory_bytes is None else about(size(cell.memory_bytes), cell.is_measured)
 
 
+def hours(number: float) -> str:
+    return f"{number:,.0f}" if number >= 99.5 else f"{number:.2g}"
+
+
 def size(n_bytes: float) -> str:
     """`450 MiB`, `1.2 GiB`."""
     return f"{n_bytes / 2**20:.0f} MiB" if n_bytes < 2**30 else f"{n_bytes / 2**30:.3g} GiB"
@@ -43,9 +47,9 @@ def totals(bill: Bill) -> Iterator[str]:
         untold = next(cell.cell for cell in bill.cells if cell.seconds is None)
         yield f"cost: cannot be told, as of {untold}: its settings do not say how many updates or parameters it has"
     else:
-        line = f"cost: {about(f'{bill.hours:.2g} {unit}', measured)} in all on {bill.device}"
+        line = f"cost: {about(f'{hours(bill.hours)} {unit}', measured)} in all on {bill.device}"
         if bill.store is not None and bill.to_run < sum(bill.needs.values()):
-            line += f", {about(f'{bill.hours_to_run:.2g}', measured)} to run"
+            line += f", {about(hours(bill.hours_to_run), measured)} to run"
         if bill.wall_s:
             line += f": {about(words(bill.wall_s), measured)} here with {bill.at_once:.3g} at once"
         yield line

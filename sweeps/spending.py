@@ -10,11 +10,11 @@ from pathlib import Path
 
 from runners.budget import Budget, Spent, add_up
 from runners.durations import words
-from runners.need import Need, need
 from runners.schema import Plan, UserError
 from runners.store import Store
 from sweeps import bill as bills
 from sweeps.bill import Bill
+from sweeps.show_bill import hours
 
 Ask = Callable[[str], bool]
 
@@ -31,8 +31,7 @@ def check(
         return
     opened = Store.open(store) if (store / "store.json").exists() else None
     found = bills.make(plan, store=store, only=only, jobs=jobs)
-    begun = _to_begin(plan, opened, only)
-    over = list(_over(budget, found, _spent(opened, plan.sweep), begun))
+    over = list(_over(budget, found, _spent(opened, plan.sweep)))
     if not over:
         return
     text = "the sweep is estimated above its budget:\n" + "\n".join(f"  {line}" for line in over)
@@ -49,28 +48,19 @@ def _ask(question: str) -> bool:
     return typer.confirm(question)
 
 
-def _over(budget: Budget, found: Bill, spent: Spent, to_begin: int) -> Iterator[str]:
+def _over(budget: Budget, found: Bill, spent: Spent) -> Iterator[str]:
     how = "" if found.is_measured else "~"
     if budget.gpu_hours is not None and found.on_gpu and found.hours_to_run is not None:
         total = spent.gpu_hours + found.hours_to_run
         if total > budget.gpu_hours:
             before = f" and {spent.gpu_hours:.2g} spent" if spent.gpu_hours else ""
-            yield f"{how}{found.hours_to_run:.2g} GPU-hours to run{before}; budget.gpu_hours is {budget.gpu_hours:g}"
+            yield f"{how}{hours(found.hours_to_run)} GPU-hours to run{before}; budget.gpu_hours is {budget.gpu_hours:g}"
     if budget.wall_s is not None and found.wall_s is not None and spent.wall_s + found.wall_s > budget.wall_s:
         before = f" after {words(spent.wall_s)}" if spent.wall_s else ""
         yield f"{how}{words(found.wall_s)} to run{before}; budget.wall is {words(budget.wall_s)}"
-    if budget.max_trials is not None and spent.trials + to_begin > budget.max_trials:
+    if budget.max_trials is not None and spent.trials + found.to_begin > budget.max_trials:
         before = f" after {spent.trials}" if spent.trials else ""
-        yield f"{to_begin} trainings to begin{before}; budget.max_trials is {budget.max_trials}"
-
-
-def _to_begin(plan: Plan, store: Store | None, only: frozenset[str] | None) -> int:
-    """Trainings that were never begun."""
-    members = [member for member in plan.members if only is None or member.trial.id in only]
-    if store is None:
-        return len(members)
-    fresh = [member for member in members if not store.last_attempt(member.trial.id)]
-    return sum(need(store, member) == Need.TRAIN for member in fresh)
+        yield f"{found.to_begin} trainings to begin{before}; budget.max_trials is {budget.max_trials}"
 
 
 def _spent(store: Store | None, sweep: str) -> Spent:

@@ -195,6 +195,23 @@ def test_cards_are_named_by_the_drivers_own_files(tmp_path: Path, monkeypatch: p
     assert list(measured._cards(tmp_path / "none")) == []
 
 
+def test_a_search_counts_with_all_its_suggestions(tmp_path: Path) -> None:
+    text = TWO + "search: {train.lr: {log_uniform: [1e-4, 1e-2]}, trials: 4, select: valid/accuracy, seeds: %s}\n"
+    apart = plan(text % 2, tmp_path, catalog=CATALOG)
+    for store in (None, Store.create(tmp_path / "runs").root):
+        found = bill.make(apart, store=store, catalog=CATALOG)
+        assert [(cell.trials, cell.to_run) for cell in found.cells] == [(3 + 8, 3 + 8)] * 2
+        assert (found.to_run, found.to_begin) == (22, 22)
+        assert found.to_run == apart.n_trainings
+    same = plan(text % "same", tmp_path, catalog=CATALOG)
+    found = bill.make(same, store=store, catalog=CATALOG)
+    assert [cell.trials for cell in found.cells] == [4 * 3] * 2
+    assert found.to_begin == same.n_trainings == 24
+    part = frozenset(member.trial.id for member in apart.members if member.cell == "linear")
+    found = bill.make(apart, store=store, only=part, catalog=CATALOG)
+    assert [(cell.cell, cell.trials) for cell in found.cells] == [("linear", 11)]
+
+
 # --- what a person sees -----------------------------------------------------------------------------------------
 
 
