@@ -224,8 +224,8 @@ def _told(
         peaks = [one.memory_bytes for one in alike if one.memory_bytes]
         count = f"measured {len(alike)} trial{'s' if len(alike) > 1 else ''}"
         return seconds, max(peaks) if peaks else work.memory_bytes, count
-    by_seconds, by_memory, count = corrections.get(mechanism) or corrections.get("") or (1.0, 1.0, 0)
-    basis = f"from {count} trial{'s' if count > 1 else ''}" if count else "estimated"
+    by_seconds, by_memory, n = corrections.get(mechanism) or corrections.get("") or (1.0, 1.0, 0)
+    basis = f"from {n} trial{'s' if n > 1 else ''}" if n else "estimated"
     told = None if work.seconds is None else work.seconds * by_seconds
     return told, None if work.memory_bytes is None else int(work.memory_bytes * by_memory), basis
 

@@ -211,10 +211,10 @@ def test_gpu_hours_count_all_launches(store: Store, fake: Fake, monkeypatch: pyt
     monkeypatch.setattr(resources, "gpu_count", lambda: 1)
     monkeypatch.setattr(resources.Share, "device", "cpu")  # the card is made up
     monkeypatch.setattr(budget, "LOOK_EVERY_S", 0.0)
-    fake.step_s, fake.commit_every = 0.05, 1000  # 10 s a trial, of which 1 s is allowed
-    first = launch(store, plans.plan(steps=200, budget={"gpu_hours": 1 / 3600}))
+    fake.step_s, fake.commit_every = 0.05, 1000  # 10 s a trial, of which 3 s are allowed
+    first = launch(store, plans.plan(steps=200, budget={"gpu_hours": 3 / 3600}))
     assert (first.exit_code, first.ran, first.counts) == (Exit.STOPPED, 0, {"interrupted": 1, "planned": 3})
-    assert "of 0.000277778 GPU-hours are spent; `sweep launch` with --set" in (first.stopped or "")
+    assert "of 0.000833333 GPU-hours are spent; `sweep launch` with --set" in (first.stopped or "")
     before = spent(store)
     assert before.gpu_hours > 0
     fake.step_s = 0.0
