@@ -7,20 +7,17 @@ drops.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
-import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from runners import split, watch
+from runners import guards, split, watch
 from runners.budget import Allowance, Budget, Span
 from runners.cards import Cards
 from runners.durations import words
@@ -140,7 +137,9 @@ class Launch:
         skipped = sum(item.need == Need.NOTHING for item in found)
         if self._queue or self._elsewhere:
             projector.start()
-            with Display(self.say, tty) as self._display, self._signals(), self._leases():
+            # A driver that could not renew its leases for their whole length stops: others may take its trials.
+            leases = guards.renewing(lambda: self.ledger.renew(self.owner), self._lost_leases, RENEW_S, LEASE_S)
+            with Display(self.say, tty) as self._display, guards.signals(self._stop_by_signal), leases:
                 self._work(executor)
         backlog = projector.finish()
         return self._summary(skipped, backlog)
@@ -434,61 +433,13 @@ class Launch:
             pace = self._pace(self._worked, self._worked + sum(running.values()), now)
             return Tally(self._members.total, len(self._done), len(self._failures), running, now - self._began, pace)
 
-    @contextlib.contextmanager
-    def _leases(self) -> Iterator[None]:
-        """Renew every RENEW_S; when that has not worked for LEASE_S, stop: others may take the trials."""
-        over = threading.Event()
+    def _lost_leases(self, error: Exception) -> None:
+        if not self._stopped_by:
+            self._stopped_by = "lease"
+            self.say(f"the ledger could not be reached for {LEASE_S:.0f} s ({error}): stopping the trials")
 
-        def renew() -> None:
-            renewed = time.monotonic()
-            while not over.wait(RENEW_S):
-                try:
-                    self.ledger.renew(self.owner)
-                    renewed = time.monotonic()
-                except Exception as error:
-                    if time.monotonic() - renewed > LEASE_S and not self._stopped_by:
-                        self._stopped_by = "lease"
-                        self.say(f"the ledger could not be reached for {LEASE_S:.0f} s ({error}): stopping the trials")
-
-        thread = threading.Thread(target=renew, name="leases", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join(5)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first signal stops at a checkpoint, a second one at once. Only the main thread may listen.
-
-        `timeout` and batch systems signal the process and then its group: what follows within a second is the same one.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        first = 0.0
-
-        def stop(number: int, _frame: Any) -> None:
-            nonlocal first
-            if self._stopped_by == "signal":
-                if time.monotonic() - first < 1.0:
-                    return
-                raise KeyboardInterrupt
-            first = time.monotonic()
-            self._stopped_by = "signal"
-            self._signal = signal.Signals(number).name  # said by tick(): a handler may interrupt a print
-
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
-            numbers.append(signal.SIGHUP)
-        before = {number: signal.signal(number, stop) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _stop_by_signal(self, name: str) -> None:
+        self._stopped_by, self._signal = "signal", name  # said by tick(): a handler may interrupt a print
 
     # ---- after -------------------------------------------------------------------------------------------------
 
