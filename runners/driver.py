@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlalchemy.exc import OperationalError
 
 from runners.budget import Budget
-from runners.launching import Failed, Launch, Say, Summary
+from runners.launching import Launch, Say
 from runners.ledger import Ledger
 from runners.overview import SweepStatus, TrialStatus, doctor, status
 from runners.owner import Owner
@@ -18,6 +18,7 @@ from runners.resources import Share, share
 from runners.schema import Exit, Plan, UserError
 from runners.search import Resolve, Searches
 from runners.store import Store
+from runners.summary import Failed, Summary
 from runners.survey import survey
 
 __all__ = ["Failed", "Say", "Summary", "SweepStatus", "TrialStatus", "doctor", "launch", "status", "sync"]

@@ -14,10 +14,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 
-from runners import guards, split, watch
+from runners import alone, guards, split, watch
 from runners.budget import Allowance, Budget, Span
 from runners.cards import Cards
 from runners.durations import words
@@ -30,6 +29,7 @@ from runners.retry import Retries, is_disk_full
 from runners.schema import Exit, Failure, Job, Member, Outcome, Plan, Status, UserError
 from runners.search import Resolve
 from runners.store import Store
+from runners.summary import Failed, Summary
 from runners.survey import Found, Need, counts, look, need, survey
 from runners.trial import began
 from runners.watch import Watch
@@ -40,37 +40,6 @@ Say = Callable[[str], None]
 CHECKPOINT_VARIABLE = "MEMSWEEP_CHECKPOINT_S"
 """Environment variable with the seconds between a trial's checkpoints; 60 without it. It changes no number."""
 _LOOK_ELSEWHERE_S = 2.0
-
-
-@dataclass(frozen=True)
-class Failed:
-    """One trial that failed, in this launch or before."""
-
-    trial: str
-    cell: str
-    seed: int
-    kind: str
-    error: str
-    log: Path
-
-
-@dataclass
-class Summary:
-    """What a launch did. `counts` is by status over the members selected; `ran` were trained, `evaluated` only that."""
-
-    sweep: str
-    revision: int
-    counts: dict[str, int]
-    ran: int
-    evaluated: int
-    skipped: int
-    failures: list[Failed] = field(default_factory=list)
-    exit_code: int = 0
-    seconds: float = 0.0
-    backlog: str | None = None
-    """Why MLflow is not up to date, or None if it is."""
-    stopped: str | None = None
-    """Which limit of time or budget ended it early, or None."""
 
 
 def _checkpoint_every_s() -> float:
@@ -139,7 +108,7 @@ class Launch:
             projector.start()
             # A driver that could not renew its leases for their whole length stops: others may take its trials.
             leases = guards.renewing(lambda: self.ledger.renew(self.owner), self._lost_leases, RENEW_S, LEASE_S)
-            with Display(self.say, tty) as self._display, guards.signals(self._stop_by_signal), leases:
+            with Display(self.say, tty) as self._display, guards.signals(self._stop_by_signal), leases, self._machine():
                 self._work(executor)
         backlog = projector.finish()
         return self._summary(skipped, backlog)
@@ -229,6 +198,10 @@ class Launch:
                 if not self._queue:
                     self.tick()
                     time.sleep(0.2)
+
+    def _machine(self) -> contextlib.AbstractContextManager[None]:
+        is_alone = bool(self.plan.resources.get("alone"))
+        return alone.machine(is_alone, say=self.say, should_stop=self.should_stop, tick=self.tick)
 
     def should_stop(self) -> bool:
         return self._stopped_by is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sqlite3
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import stores
 from engines import Fake
 from spec_tools import BASE, plan, problems
 
-from runners import budget, driver, durations, launching, resources, trial
+from runners import alone, budget, driver, durations, launching, resources, trial
 from runners.budget import Allowance, Budget, Span, add_up
 from runners.ledger import Ledger
 from runners.owner import Owner
@@ -299,3 +300,40 @@ def test_jobs_are_kept_for_resume(store: Store, fake: Fake) -> None:
     assert resources.remembered_jobs(folder / "nowhere") is None
     launch(store, found)
     assert resources.remembered_jobs(folder) is None
+
+
+def test_a_timing_launch_waits_for_others_and_others_for_it(
+    store: Store, fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alone, "lock_file", lambda: tmp_path / "lock")
+    order: list[str] = []
+    lines: list[str] = []
+    is_held, may_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        quiet = {"should_stop": lambda: False, "tick": lambda: None}
+        with alone.machine(False, say=lambda _: None, **quiet), alone.machine(False, say=lambda _: None, **quiet):
+            is_held.set()  # two ordinary launches share the machine
+            may_go.wait(60)
+            order.append("released")
+
+    fake.before_step = lambda *_: order.append("step")
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if "waiting for other launches" in line:
+            may_go.set()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_held.wait(60)
+    summary = launch(store, plans.plan(seeds=(0,), resources={"alone": True}), say=say)
+    holder.join()
+    assert summary.exit_code == Exit.OK
+    assert order[0] == "released"
+    assert sum("waiting for other launches on this machine to end (resources.alone)" in line for line in lines) == 1
+    with alone.machine(True, say=lines.append, should_stop=lambda: False, tick=lambda: None):
+        fake.trained.clear()
+        stopped = launch(store, plans.plan(seeds=(5,)), for_s=0.5, say=lines.append)
+    assert (stopped.exit_code, fake.trained) == (Exit.STOPPED, [])
+    assert any("waiting for a launch that times its trials alone" in line for line in lines)
