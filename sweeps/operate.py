@@ -219,7 +219,8 @@ def _print_summary(summary: Summary) -> None:
     for failure in summary.failures:
         print(f"failed ({failure.kind}): {failure.cell}, seed {failure.seed}: {failure.error}\n  log: {failure.log}")
     if summary.stopped:
-        print(f"stopped: {summary.stopped}. `sweep resume {summary.sweep}` goes on from the checkpoints")
+        goes_on = f"; `sweep resume {summary.sweep}` goes on" if summary.stopped.startswith("--for") else ""
+        print(f"stopped: {summary.stopped}{goes_on}")
     if summary.backlog:
         print(f"MLflow is behind: {summary.backlog}; `sweep sync` catches up")
 
