@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from runners import alone, guards, split, watch
@@ -199,7 +200,7 @@ class Launch:
                     self.tick()
                     time.sleep(0.2)
 
-    def _machine(self) -> contextlib.AbstractContextManager[None]:
+    def _machine(self) -> AbstractContextManager[None]:
         is_alone = bool(self.plan.resources.get("alone"))
         return alone.machine(is_alone, say=self.say, should_stop=self.should_stop, tick=self.tick)
 
