@@ -32,12 +32,16 @@ KEEP = 2
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as read: `meta` is what training put there, `wall_s` the seconds spent up to here, all attempts."""
+    """A checkpoint as read: `meta` is what training put there, `wall_s` the seconds spent up to here, all attempts.
+
+    `code` holds the fingerprints of all code that trained up to here.
+    """
 
     step: int
     tensors: dict[str, Tensor]
     meta: dict[str, Any]
     wall_s: float
+    code: tuple[str, ...] = ()
 
 
 def save(folder: Path, name: str, checkpoint: Checkpoint) -> None:
@@ -56,6 +60,7 @@ def save(folder: Path, name: str, checkpoint: Checkpoint) -> None:
             checksum = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
         head = {"schema": SCHEMA_VERSION, "step": checkpoint.step, "sha256": checksum, "wall_s": checkpoint.wall_s}
+        head["code"] = list(checkpoint.code)
         with open(temporary / "meta.json", "w", encoding="utf-8") as file:
             json.dump({**head, "meta": checkpoint.meta}, file)
             file.flush()
@@ -95,7 +100,8 @@ def load(folder: Path, name: str) -> Checkpoint | None:
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != head["sha256"]:
                 return None
-        return Checkpoint(head["step"], load_file(path), head["meta"], head["wall_s"])
+        code = tuple(head.get("code") or ())
+        return Checkpoint(head["step"], load_file(path), head["meta"], head["wall_s"], code)
     except (OSError, KeyError):
         return None
 
@@ -104,7 +110,7 @@ def steps(folder: Path) -> list[int]:
     """Steps of the checkpoints below `folder`, rising, unread."""
     try:
         return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

@@ -17,6 +17,7 @@ from runners.owner import Owner
 from runners.resources import Share, share
 from runners.schema import Exit, Plan, UserError
 from runners.search import Resolve, Searches
+from runners.stale import CHOICES as STALE_CHOICES
 from runners.store import Store
 from runners.summary import Failed, Summary
 from runners.survey import survey
@@ -37,17 +38,21 @@ def launch(
     tty: bool = False,
     for_s: float | None = None,
     resolve: Resolve | None = None,
+    stale: str = "keep",
 ) -> Summary:
     """Run what is missing of `plan` and return when every selected trial has ended, here or in another driver.
 
     `only` = ids of trials and slots; `failed` = also run again what failed before; `tty` = a live line instead of one
     in 10 s; `resolve` = what makes trials of suggested values, for a plan that searches.
+    `stale` = what becomes of trials that other code than today's made: keep, or rerun them afresh.
     `for_s` = seconds after which it stops at a checkpoint, as it does when the plan's budget is spent: exit code 4.
     Raises `UserError` where nothing can be run, or where store or ledger fail meanwhile. SIGINT, SIGTERM and SIGHUP
     end it at a checkpoint, exit code 130.
     """
     from runners import record
 
+    if stale not in STALE_CHOICES:
+        raise UserError(f"--stale {stale!r}: it is {' or '.join(STALE_CHOICES)}")
     opened = Store.create(store)
     record.resolve_uri(opened, tracking_uri)
     if shutil.disk_usage(opened.root).free < 2**27:
@@ -58,7 +63,8 @@ def launch(
     ledger.register(owner)
     try:
         budget = _budget(plan, given, for_s, say)
-        launched = Launch(plan, opened, ledger, owner, given, only, failed, say, budget, resolve)
+        rerun = stale == "rerun"
+        launched = Launch(plan, opened, ledger, owner, given, only, failed, say, budget, resolve, rerun)
         return launched.run(executor, tracking_uri, tty)
     except BrokenPipeError:
         raise  # whoever read what `say` printed has gone

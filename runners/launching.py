@@ -25,6 +25,7 @@ from runners.ledger import LEASE_S, RENEW_S, Ledger
 from runners.members import Members
 from runners.owner import Owner
 from runners.progress import Display, Pace, Tally
+from runners.rerun import Rerun
 from runners.resources import Share, make_executor, remember
 from runners.retry import Retries, is_disk_full
 from runners.schema import Exit, Failure, Job, Member, Outcome, Plan, Status, UserError
@@ -69,6 +70,7 @@ class Launch:
         say: Say,
         budget: Budget | None = None,
         resolve: Resolve | None = None,
+        rerun_stale: bool = False,
     ) -> None:
         self.plan, self.store, self.ledger, self.owner = plan, store, ledger, owner
         spans = functools.partial(ledger.spans, plan.sweep, without=owner.uuid)
@@ -82,6 +84,7 @@ class Launch:
         self._running: dict[str, tuple[Member, Need, int]] = {}
         self._failures: dict[str, Failed] = {}
         self._retries = Retries(plan.retry)
+        self._rerun = Rerun(store, rerun_stale, say)
         self._watch = Watch(self._retries.rules["hang"])
         self._ran: set[str] = set()
         self._evaluated: set[str] = set()
@@ -126,22 +129,17 @@ class Launch:
             self._tell_dropped()
         members = self._members.begin()
         self.ledger.add_members(self.plan.sweep, self.revision, self._members.made(), len(self.plan.members))
-        found = survey(self.store, self.ledger, replace(self.plan, members=members), self.revision, None)
+        planned = replace(self.plan, members=members)
+        found = self._rerun.look(survey(self.store, self.ledger, planned, self.revision, None))
         for item in found:
             self._sort(item)
         if self._queue:
             self.cards.begin(member.trial for member in members)
         self._tell_start(found)
         if self._retries.splits and self._queue:
-            self._learn_sizes(found)
+            trained = (item.member.trial for item in found if item.need in (Need.NOTHING, Need.EVALUATE))
+            self._retries.learn(self.store, trained)
         return found
-
-    def _learn_sizes(self, found: list[Found]) -> None:
-        """Trials begin at the size that others of their shape have needed."""
-        for item in found:
-            if item.need in (Need.NOTHING, Need.EVALUATE):
-                result = self.store.result(item.member.trial.id) or {}
-                self._retries.sizes.learn(item.member.trial, result.get("micro_batch"))
 
     def _tell_dropped(self) -> None:
         _, before = self.store.plan(self.plan.sweep, self.revision - 1)
@@ -179,6 +177,8 @@ class Launch:
         again = sum(item.row.status == Status.FAILED for item in found if item.need != Need.NOTHING)
         if again and self.failed:
             parts.append(f"{again} of them failed before")
+        if needs[Need.RERUN]:
+            parts.append(f"{needs[Need.RERUN]} of them afresh, by today's code")
         if self._elsewhere:
             parts.append(f"{len(self._elsewhere)} in another driver's hands")
         self.say(f"{head}, {', '.join(parts)}; {self.given}")
@@ -264,7 +264,8 @@ class Launch:
 
     def _claim(self, member: Member) -> Job | None:
         trial_id = member.trial.id
-        if self._is_done_elsewhere(member):
+        is_fresh = member.trial in self._rerun
+        if not is_fresh and self._is_done_elsewhere(member):
             self._end(member)
             return None
         if not self._may_begin(member):
@@ -274,7 +275,8 @@ class Launch:
         if attempt is None:
             self._elsewhere[trial_id] = member
             return None
-        missing = need(self.store, member)
+        is_fresh = is_fresh and member.trial in self._rerun  # nobody has it now: look again
+        missing = Need.RERUN if is_fresh else need(self.store, member)
         if missing == Need.NOTHING:  # another driver was faster, just now
             self._finish(member, Outcome(trial_id, attempt, Status((self.store.result(trial_id) or {})["status"])))
             self._end(member)
@@ -299,6 +301,7 @@ class Launch:
             checkpoint_every_s=self._checkpoint_every_s,
             micro_batch=rows,
             rungs=member.rungs,
+            fresh=is_fresh,
             **self.cards.job(trial_id),
         )
 
@@ -311,7 +314,7 @@ class Launch:
         self.ledger.add_members(self.plan.sweep, self.revision, found, len(self.plan.members))
         for one in found:
             self._done.discard(one.trial.id)
-            self._sort(look(self.store, self.ledger, one))
+            self._sort(self._rerun.look([look(self.store, self.ledger, one)])[0])
 
     def _may_begin(self, member: Member) -> bool:
         """Whether `budget.max_trials` lets this trial be begun; one that was begun before goes on."""

@@ -422,10 +422,11 @@ class Ledger:
             db.execute(self._insert(projection_t), key)
             db.execute(sa.update(projection_t).where(where).values(values))
 
-    def forget_projections(self, uri: str, experiment: str) -> None:
-        """The server no longer has what was sent there: all is to be sent again."""
+    def forget_projections(self, uri: str, experiment: str, trial: str | None = None) -> None:
+        """The server no longer has what was sent there (of one trial): it is to be sent again."""
         with self._write() as db:
             where = (projection_t.c.uri == uri) & (projection_t.c.experiment == experiment)
+            where &= projection_t.c.trial == trial if trial else sa.true()
             db.execute(sa.delete(projection_t).where(where))
 
     # ---- from the folders --------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ class Need(StrEnum):
     EVALUATE = "evaluate"
     RETRAIN = "train again"
     """New evaluations are asked of a trial whose final weights are gone."""
+    RERUN = "train afresh"
+    """Other code than today's made what is there, and it was asked to be made again."""
 
 
 def need(store: Store, member: Member) -> Need:

@@ -28,12 +28,11 @@ from typing import Any
 from runners import checkpoints
 from runners.ledger import RENEW_S, Ledger, Row
 from runners.owner import Owner
-from runners.run_state import TAG, State, metric_name, shared_view, user
+from runners.run_state import MARK, TAG, Run, State, metric_name, shared_view, user
 from runners.schema import Member, Plan, Status, UserError
 from runners.search import Searches
 from runners.store import Store, read_points
 
-MARK = TAG + "sent"
 BATCH = 1000
 """Most metrics in one call: MLflow's own limit."""
 MEASURED = {"wall_s", "peak_mem_bytes"}
@@ -126,7 +125,7 @@ class Projection:
         self._uri, self.key, self._restore = uri, _key(store, uri), restore
         self._searches = Searches(plan, store)
         self._client: Any = None
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, Run] = {}
         self._seen: dict[str, tuple[Any, ...]] = {}
 
     def project(self) -> int:
@@ -208,11 +207,11 @@ class Projection:
         for run in sorted(_all_runs(client, self._experiment), key=lambda run: (run.info.start_time, run.info.run_id)):
             trial_id = run.data.tags.get(TAG + "trial_id")
             if trial_id and run.data.tags.get(TAG + "kind") == "trial":
-                self._runs.setdefault(trial_id, _Run.read(run))
+                self._runs.setdefault(trial_id, Run.read(run))
         for trial_id, row in self._ledger.projections(self.key, self._plan.sweep).items():
             # Known to the ledger, unknown to a server that is still the same: deleted for good.
             if trial_id not in self._runs:
-                self._runs[trial_id] = _Run(row["run"], deleted=True, gone=True)
+                self._runs[trial_id] = Run(row["run"], deleted=True, gone=True)
 
     def _close_orphans(self) -> None:
         """End runs of trials that this revision no longer plans and that nobody runs."""
@@ -231,6 +230,9 @@ class Projection:
     def _send(self, state: State) -> bool:
         trial_id = state.member.trial.id
         run = self._runs.get(trial_id)
+        if run is not None and not run.deleted and run.generation != state.generation:
+            self._retire(trial_id, run)
+            run = None
         if run is None:
             if state.status == Status.PLANNED:
                 return False
@@ -249,16 +251,24 @@ class Projection:
         self._send_state(run, state)
         return True
 
-    def _create(self, state: State) -> _Run:
+    def _retire(self, trial_id: str, run: Run) -> None:
+        """The trial began anew, or was forgotten: MLflow takes no point back, so its run goes to the deleted ones."""
+        self._client.set_tag(run.id, TAG + "kind", "retired")
+        self._client.delete_run(run.id)
+        self._ledger.forget_projections(self.key, self._plan.sweep, trial_id)
+        del self._runs[trial_id]
+
+    def _create(self, state: State) -> Run:
         made = self._client.create_run(
             self._experiment, start_time=state.started_ms, tags=state.first_tags(), run_name=state.name
         )
-        run = _Run(made.info.run_id, status="RUNNING")
+        run = Run(made.info.run_id, status="RUNNING")
+        run.generation = state.generation
         self._ledger.set_projection(self.key, self._plan.sweep, state.member.trial.id, run=run.id)
         self._runs[state.member.trial.id] = run
         return run
 
-    def _send_points(self, run: _Run, state: State) -> None:
+    def _send_points(self, run: Run, state: State) -> None:
         from mlflow.entities import Metric
 
         batch: list[Any] = []
@@ -273,14 +283,14 @@ class Projection:
                 batch = []
         self._log(run, batch)
 
-    def _steps(self, run: _Run, name: str) -> set[int]:
+    def _steps(self, run: Run, name: str) -> set[int]:
         """The steps at which the run has the metric."""
         if name not in run.steps:
             told = self._client.get_metric_history(run.id, name) if run.has_past else []
             run.steps[name] = {point.step for point in told}
         return run.steps[name]
 
-    def _log(self, run: _Run, batch: list[Any]) -> None:
+    def _log(self, run: Run, batch: list[Any]) -> None:
         for first in range(0, len(batch), BATCH):
             part = batch[first : first + BATCH]
             try:
@@ -293,7 +303,7 @@ class Projection:
                 if point.key in run.steps or not run.has_past:
                     run.steps.setdefault(point.key, set()).add(point.step)
 
-    def _send_state(self, run: _Run, state: State) -> None:
+    def _send_state(self, run: Run, state: State) -> None:
         from mlflow.entities import Metric, Param, RunTag
 
         params = {name: value for name, value in state.params().items() if name not in run.params}
@@ -321,36 +331,6 @@ class Projection:
         )
         if state.status.is_done:
             run.forget()  # thousands of trials: ask again if this one ever changes
-
-
-class _Run:
-    """What a run on the server has."""
-
-    def __init__(self, run_id: str, *, status: str = "RUNNING", deleted: bool = False, gone: bool = False) -> None:
-        self.id, self.status, self.deleted, self.gone = run_id, status, deleted, gone
-        self.mark = ""
-        self.params: dict[str, str] = {}
-        self.latest: dict[str, float] = {}
-        self.steps: dict[str, set[int]] = {}
-        self.has_past = False
-        """Whether the server may have points that `steps` does not tell."""
-
-    def forget(self) -> None:
-        self.steps, self.has_past = {}, True
-
-    @classmethod
-    def read(cls, run: Any) -> _Run:
-        found = cls(run.info.run_id, status=run.info.status, deleted=run.info.lifecycle_stage == "deleted")
-        found.mark = run.data.tags.get(MARK, "")
-        found.params, found.latest = dict(run.data.params), dict(run.data.metrics)
-        found.has_past = True
-        return found
-
-    @property
-    def sent_step(self) -> int:
-        """The last step whose points were sent in full; -1 if none was."""
-        head = self.mark.partition(":")[0]
-        return int(head) if head.lstrip("-").isdecimal() else -1
 
 
 class Projector(threading.Thread):

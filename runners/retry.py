@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from runners.schema import Failure, Outcome, Trial
 from runners.split import Sizes, halved
+from runners.store import Store
 
 DEFAULTS: dict[str, Any] = {"oom": "split", "infra": 3, "error": 0, "hang": 1800.0}
 """What a spec need not say: an error of the trial's own would only come again, everything else may not."""
@@ -33,6 +34,11 @@ class Retries:
     @property
     def splits(self) -> bool:
         return bool(self.rules["oom"] == "split")
+
+    def learn(self, store: Store, trained: Iterable[Trial]) -> None:
+        """Trials are to begin at the size that trained ones of their shape have needed."""
+        for trial in trained:
+            self.sizes.learn(trial, (store.result(trial.id) or {}).get("micro_batch"))
 
     def again(self, trial: Trial, outcome: Outcome) -> str | None:
         """How the trial is tried again, in words; None if it stays failed."""

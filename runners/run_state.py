@@ -1,4 +1,4 @@
-"""What a run in MLflow should say about one trial: pure reading of the plan, the ledger's row and the folder."""
+"""What a run in MLflow has, and what it should say about one trial: pure reading of the plan, ledger and folder."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import Any
 from runners import checkpoints
 from runners.ledger import Row
 from runners.schema import Member, Plan, Status, canonical_json, digest
-from runners.store import Store
+from runners.store import Store, generation
 
 TAG = "memsweep."
+MARK = TAG + "sent"
 
 
 class State:
@@ -36,6 +37,11 @@ class State:
         if member.searched is not None:
             facts += [member.role, member.searched.number]
         self.mark = f"{-1 if self.step is None else self.step}:{digest(facts)}"
+
+    @property
+    def generation(self) -> int:
+        """Points of two generations do not belong on one curve."""
+        return generation(self.folder)
 
     @property
     def name(self) -> str:
@@ -60,6 +66,7 @@ class State:
             TAG + "kind": "trial",
             TAG + "trial_id": member.trial.id,
             TAG + "store": self._store.uuid,
+            TAG + "generation": str(self.generation),
             "mlflow.source.name": "memsweep",
             "mlflow.source.type": "LOCAL",
             "mlflow.user": user(),
@@ -119,6 +126,38 @@ class State:
         # A mean over some of the slices would look like the mean over all.
         whole = {n: v for n, v in sets.items() if len(v) == sizes[n.partition("/")[0]]}
         return metrics | {metric_name(name): sum(values) / len(values) for name, values in whole.items()}
+
+
+class Run:
+    """What a run on the server has."""
+
+    def __init__(self, run_id: str, *, status: str = "RUNNING", deleted: bool = False, gone: bool = False) -> None:
+        self.id, self.status, self.deleted, self.gone = run_id, status, deleted, gone
+        self.mark = ""
+        self.generation = 0
+        self.params: dict[str, str] = {}
+        self.latest: dict[str, float] = {}
+        self.steps: dict[str, set[int]] = {}
+        self.has_past = False
+        """Whether the server may have points that `steps` does not tell."""
+
+    def forget(self) -> None:
+        self.steps, self.has_past = {}, True
+
+    @classmethod
+    def read(cls, run: Any) -> Run:
+        found = cls(run.info.run_id, status=run.info.status, deleted=run.info.lifecycle_stage == "deleted")
+        found.mark = run.data.tags.get(MARK, "")
+        found.generation = int(run.data.tags.get(TAG + "generation", 0))
+        found.params, found.latest = dict(run.data.params), dict(run.data.metrics)
+        found.has_past = True
+        return found
+
+    @property
+    def sent_step(self) -> int:
+        """The last step whose points were sent in full; -1 if none was."""
+        head = self.mark.partition(":")[0]
+        return int(head) if head.lstrip("-").isdecimal() else -1
 
 
 def shared_view(plan: Plan) -> str:

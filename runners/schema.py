@@ -461,6 +461,8 @@ class Job:
     checkpoint_every_s: float = 60.0
     micro_batch: int | None = None
     """Rows to train at once, after memory ran out at more; None = the whole batch."""
+    fresh: bool = False
+    """Set aside what is there, which other code made, and train from the start."""
     gpu: float = 0.0
     measure: str = ""
     """What the worker measures of a card: `memory`, or `steps` too; nothing by default."""

@@ -81,6 +81,23 @@ def device_name(device: str) -> str:
 @functools.cache
 def fingerprint(mechanism: str, task: str) -> str:
     """16 hex digits over the sources that training `mechanism` on `task` imports from our rooms."""
+    found = _sources(mechanism, task)
+    total = hashlib.sha256()
+    for name in sorted(found):
+        total.update(name.encode() + b"\0" + found[name].read_bytes() + b"\0")
+    return total.hexdigest()[:16]
+
+
+@functools.cache
+def code(mechanism: str, task: str) -> dict[str, str]:
+    """The files behind `fingerprint`, as `mechanisms/hola.py`, and 12 hex digits of each one's SHA-256."""
+    found = _sources(mechanism, task)
+    names = {path.relative_to(_HOME).as_posix(): path for path in found.values()}
+    return {name: hashlib.sha256(names[name].read_bytes()).hexdigest()[:12] for name in sorted(names)}
+
+
+def _sources(mechanism: str, task: str) -> dict[str, Path]:
+    """Modules that training `mechanism` on `task` imports from our rooms, and their files."""
     found: dict[str, Path] = {}
     for start in (
         "runners.train",
@@ -90,10 +107,7 @@ def fingerprint(mechanism: str, task: str) -> str:
         f"runners.tasks.{task}",
     ):
         _collect(start, found)
-    total = hashlib.sha256()
-    for name in sorted(found):
-        total.update(name.encode() + b"\0" + found[name].read_bytes() + b"\0")
-    return total.hexdigest()[:16]
+    return found
 
 
 def _collect(module: str, found: dict[str, Path]) -> None:

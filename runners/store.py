@@ -33,6 +33,8 @@ DEFAULT_FOLDER = "memsweep-runs"
 LEDGER_VARIABLE = "MEMSWEEP_LEDGER"
 """Environment variable with the ledger's database URL; wins over `"ledger"` in store.json (it may hold a password)."""
 
+ASIDE = "aside"
+"""In an attempt's folder: what it found and did not want. Such an attempt begins a new generation of the trial."""
 _SHARED_FILESYSTEMS = (
     "nfs",
     "cifs",
@@ -347,6 +349,12 @@ class Store:
 def last_attempt(folder: Path) -> int:
     """The highest attempt number below a trial's folder; 0 if there is none."""
     return max((int(path.name) for path in _files(folder / "attempts") if path.name.isdecimal()), default=0)
+
+
+def generation(folder: Path) -> int:
+    """The attempt that last began a trial's training anew, with nothing of what was there; 0 if none did."""
+    begun = (path for path in _files(folder / "attempts") if path.name.isdecimal() and (path / ASIDE).is_dir())
+    return max((int(path.name) for path in begun), default=0)
 
 
 def _differences(a: Any, b: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +27,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runners import checkpoints, split
+from runners import checkpoints, split, stale
 from runners import meter as meters
 from runners.meter import CudaMeter, Meter
 from runners.owner import Owner
 from runners.rungs import stands
 from runners.schema import SCHEMA_VERSION, EvalSlice, Failure, Job, Outcome, Status
 from runners.stamp import stamp
-from runners.store import last_attempt, read_json, read_sealed, seal, write_json, write_text
+from runners.store import ASIDE, last_attempt, read_json, read_sealed, seal, write_json, write_text
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 _POLL_S = 0.5
@@ -220,6 +221,7 @@ class _Work:
         self._committed = 0
         self._looked = self._told = 0.0
         self._stop = False
+        self._code: tuple[str, ...] = ()
         self.rows_at_once: int | None = None
         """Rows that are trained at once; None before the training and after it."""
 
@@ -249,6 +251,11 @@ class _Work:
         if self._should_stop():
             return Status.INTERRUPTED
         job = self.job
+        if job.fresh:
+            self._set_all_aside()
+        made = stale.record(job.trial)
+        self._code = (made["fingerprint"],)
+        write_json(self.folder / "attempts" / str(job.attempt) / stale.CODE_FILE, made)
         result, snapshot = read_sealed(self.folder / "result.json"), None
         if result is not None and not stands(result, job.rungs):
             self.log(f"was pruned at step {result['step']}, which no longer holds: training goes on from there")
@@ -308,8 +315,7 @@ class _Work:
             write_json(self.folder / "result.json", self._result(fit), keep_existing=True)
             self.log(f"pruned: {fit.pruned}")
             return read_sealed(self.folder / "result.json"), None
-        final = checkpoints.Checkpoint(fit.snapshot.step, fit.snapshot.tensors, fit.snapshot.meta, self._wall_s())
-        checkpoints.save(self.checkpoints, checkpoints.FINAL, final)
+        checkpoints.save(self.checkpoints, checkpoints.FINAL, self._checkpoint(fit.snapshot))
         # The first commit wins: an attempt that lost its lease unseen cannot replace what a newer one wrote.
         write_json(self.folder / "result.json", self._result(fit), keep_existing=True)
         checkpoints.prune(self.checkpoints, keep=0)
@@ -324,6 +330,9 @@ class _Work:
         if start is None:
             return None
         self._wall_before = start.wall_s
+        if set(start.code) - set(self._code):
+            self.log("other code made the checkpoint than runs now")
+        self._code = tuple(dict.fromkeys((*start.code, *self._code)))
         self.log(f"resuming from the checkpoint at step {start.step}")
         return self.engine.snapshot(start.step, start.tensors, start.meta)
 
@@ -348,12 +357,14 @@ class _Work:
             path = self.folder / "metrics" / f"{self._committed}-{snapshot.step}.jsonl"
             there = path.read_text(encoding="utf-8") if path.exists() else ""
             write_text(path, there + "\n".join(rows) + "\n")
-        checkpoint = checkpoints.Checkpoint(snapshot.step, snapshot.tensors, snapshot.meta, self._wall_s())
-        checkpoints.save(self.checkpoints, str(snapshot.step), checkpoint)
+        checkpoints.save(self.checkpoints, str(snapshot.step), self._checkpoint(snapshot))
         checkpoints.prune(self.checkpoints)
         self._committed = snapshot.step
         latest = finite(points[-1].metrics) if points else {}
         self.log(f"step {snapshot.step} " + " ".join(f"{name} {value:.4g}" for name, value in latest.items()))
+
+    def _checkpoint(self, snapshot: Any) -> checkpoints.Checkpoint:
+        return checkpoints.Checkpoint(snapshot.step, snapshot.tensors, snapshot.meta, self._wall_s(), self._code)
 
     def _evaluate(self, snapshot: Any, slices: Sequence[EvalSlice]) -> Status:
         model = self.engine.load_model(self.job.trial, snapshot, self.device)
@@ -392,11 +403,22 @@ class _Work:
                 "micro_batch": fit.micro_batch,
                 "oom_at": split.tried(self.folder),
                 "stamp": self._stamp(),
+                "made_by": list(self._code),
             }
         )
 
     def _wall_s(self) -> float:
         return self._wall_before + time.monotonic() - self._begun
+
+    def _set_all_aside(self) -> None:
+        """Move what an earlier training left into this attempt. Cut short anywhere, no old part joins a new one."""
+        aside = self.folder / "attempts" / str(self.job.attempt) / ASIDE
+        aside.mkdir(exist_ok=True)
+        for name in ("evals", "result.json", "metrics"):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self.folder / name, aside / name)
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        self.log("what was there is set aside: training from the start")
 
     def _set_aside(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -68,6 +68,9 @@ ForOption = Annotated[
     ),
 ]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Launch also what is estimated above its budget.")]
+StaleOption = Annotated[
+    str, typer.Option("--stale", help="Trials that other code than today's made: keep, or rerun them afresh.")
+]
 ReportOption = Annotated[bool, typer.Option("--report/--no-report", help="Write the report at the end.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -89,6 +92,7 @@ def launch(
     limit: ForOption = None,
     yes: YesOption = False,
     tracking_uri: UriOption = None,
+    stale: StaleOption = "keep",
     with_report: ReportOption = True,
 ) -> None:
     """Run what is missing of a sweep, then write its report. Again = top up."""
@@ -100,7 +104,7 @@ def launch(
         raise UserError("this version cannot launch the sweep yet:\n" + "\n".join(f"  {line}" for line in missing))
     selected = planning.select(plan, only) if only else None
     folder = stores.here(store)
-    _run(plan, selected, folder, executor, jobs, limit, tracking_uri, yes=yes, with_report=with_report)
+    _run(plan, selected, folder, executor, jobs, limit, tracking_uri, stale, yes=yes, with_report=with_report)
 
 
 def resume(
@@ -115,6 +119,7 @@ def resume(
     limit: ForOption = None,
     yes: YesOption = False,
     tracking_uri: UriOption = None,
+    stale: StaleOption = "keep",
     with_report: ReportOption = True,
 ) -> None:
     """Go on with a sweep by its name, from any folder: its latest revision, from the store alone."""
@@ -136,7 +141,8 @@ def resume(
         selected = planning.select(view.plan, only)
         # Trainings of suggestions are no members of the plan; a condition takes those of the cells that it takes.
         cells = {member.cell for member in view.plan.members if member.trial.id in selected}
-        part = chosen & (selected | {m.trial.id for m in view.members if m.role == "search" and m.cell in cells})
+        selected |= {m.trial.id for m in view.members if m.role == "search" and m.cell in cells}
+        part = selected if part is None else selected & part
     try:
         _run(
             plan,
@@ -146,6 +152,7 @@ def resume(
             jobs,
             limit,
             tracking_uri,
+            stale,
             yes=yes,
             with_report=with_report,
             failed=not unfinished,
@@ -164,6 +171,7 @@ def _run(
     jobs: int | None,
     limit: str | None,
     tracking_uri: str | None,
+    stale: str,
     *,
     yes: bool,
     with_report: bool,
@@ -193,6 +201,7 @@ def _run(
         for_s=for_s,
         failed=failed,
         resolve=Suggestions(plan) if plan.searches else None,
+        stale=stale,
     )
     _print_summary(summary)
     if with_report and summary.counts.get(Status.COMPLETE, 0) + summary.counts.get(Status.DIVERGED, 0):
