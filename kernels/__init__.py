@@ -1,8 +1,9 @@
 """The shared ops that carry every mechanism: one file an op, its name the key.
 
-Each op file reads from top to bottom: the recurrence in plain torch (the law), the chunked form that is fast on
-CPU and GPU, and one public function with `impl="auto" | "reference" | "chunked"`. Importing this package imports
-no op and no torch.
+Each op file reads from top to bottom: the recurrence in plain torch (the law), the chunked form in torch, and one
+public function with `impl="auto" | "reference" | "chunked" | "triton"`. Where an op has Triton kernels, its private
+twins hold them (`_op_triton.py`) and their launches (`_op.py`), and "auto" takes them on a CUDA card. Importing this
+package imports no op and no torch.
 """
 
 from __future__ import annotations
@@ -27,3 +28,11 @@ def get(name: str) -> Callable[..., Any]:
         raise ValueError(f"no op is called {name!r}{hint} There are: {', '.join(names())}")
     op: Callable[..., Any] = getattr(importlib.import_module(f"kernels.{name}"), name)
     return op
+
+
+def evidence(op: str, inputs: dict[str, Any], impl: str = "auto") -> dict[str, Any]:
+    """How op `op` does on `inputs` here: its implementation, its errors against fp64, whether it repeats itself."""
+    from kernels import _evidence
+
+    get(op)
+    return _evidence.evidence(op, inputs, impl)

@@ -42,37 +42,61 @@ def triton_unfit(*tensors: Tensor | None, heads: tuple[int, ...] = ()) -> str | 
     Without a card kernels run in Triton's interpreter, if TRITON_INTERPRET is set: for tests, and in fp32 alone
     (its bf16 products are wrong without a word).
     """
-    given = [x for x in tensors if x is not None]
-    first = given[0]
+    given = tuple(x.dtype for x in tensors if x is not None)
+    device = next(x.device for x in tensors if x is not None)
+    return _unfit(given, heads, device.type, device.index, interpreted())
+
+
+@functools.cache
+def _unfit(
+    dtypes: tuple[torch.dtype, ...], heads: tuple[int, ...], device: str, card: int | None, interpreting: bool
+) -> str | None:
     if wide := next((width for width in heads if width > WIDEST), None):
         return f"takes heads of at most {WIDEST}, not {wide}"
-    allowed = (torch.float32,) if interpreted() else (torch.float32, torch.bfloat16, torch.float16)
-    if odd := next((x.dtype for x in given if x.dtype not in allowed), None):
+    allowed = (torch.float32,) if interpreting else (torch.float32, torch.bfloat16, torch.float16)
+    if odd := next((dtype for dtype in dtypes if dtype not in allowed), None):
         return f"does not take {str(odd).removeprefix('torch.')} in its Triton kernel"
-    if not _has_triton():
+    if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed here"
-    if interpreted():
+    if interpreting:
         return None
-    if first.device.type != "cuda":
-        return f"needs tensors on a CUDA card for its Triton kernel, not on {first.device.type}"
-    if _capability(first.device.index) < (8, 0):
+    if device != "cuda":
+        return f"needs tensors on a CUDA card for its Triton kernel, not on {device}"
+    if torch.cuda.get_device_capability(card) < (8, 0):
         return "needs a card of compute capability 8.0 or more for its Triton kernel"
+    choose_assembler(getattr(torch._C, "_cuda_getDriverVersion", int)())
     return None
+
+
+@functools.cache
+def choose_assembler(driver: int) -> str:
+    """Makes Triton assemble with the newer of the two that its wheel carries; returns the version it now uses.
+
+    The default of Triton 3.6 and 3.7 on cards before Blackwell, ptxas 12.8, can read a register that nothing wrote:
+    seen in the state update of linear attention, where it took the addresses of three quarters of an operand from
+    one, and the result was wrong without a word. The wheel's other one makes sound code of the same input, as
+    test_kernels_compile.py checks. `driver` is CUDA's number for what the driver runs, 13000 for 13.0: an assembler of
+    a later major version stays unused. So does the choice, if TRITON_PTXAS_PATH makes another.
+    """
+    from triton import knobs
+    from triton.backends.nvidia import compiler
+
+    ours, newer = knobs.nvidia.ptxas, getattr(knobs.nvidia, "ptxas_blackwell", knobs.nvidia.ptxas)
+    fits = int(newer.version.split(".")[0]) <= driver // 1000
+    if os.environ.get("TRITON_PTXAS_PATH") or not fits or _release(newer.version) <= _release(ours.version):
+        return str(ours.version)
+    knobs.nvidia.ptxas = newer.path
+    compiler.get_ptxas_version.cache_clear()  # part of the key under which compiled kernels are kept
+    return str(newer.version)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter: as Triton itself does, by the variable."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _capability(card: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(card)
 
 
 def multiprocessors(x: Tensor) -> int:
@@ -83,6 +107,39 @@ def multiprocessors(x: Tensor) -> int:
 @functools.cache
 def _multiprocessors(card: int) -> int:
     return torch.cuda.get_device_properties(card).multi_processor_count
+
+
+_BOUND: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+"""Compiled kernels, by all that Triton compiles for; and the compile-time values in the kernel's order."""
+
+
+def launch(kernel: Any, programs: int, args: tuple[Any, ...], constants: dict[str, Any], **options: int) -> None:
+    """`kernel` on a line of `programs`: run-time `args` in order, then compile-time `constants` by name.
+
+    The first launch of its kind goes through Triton, which takes longer to look at so many arguments than a small
+    kernel runs; the next ones go straight to what that compiled.
+    """
+    if programs == 0:
+        return
+    first = next(x for x in args if isinstance(x, Tensor))
+    if first.is_cuda and first.device.index != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            launch(kernel, programs, args, constants, **options)
+        return
+    if not first.is_cuda:
+        kernel[(programs,)](*args, **constants, **options)
+        return
+    seen = tuple((x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in args)
+    key = (kernel, first.device.index, seen, *constants.values(), *options.values())
+    bound = _BOUND.get(key)
+    if bound is not None:
+        compiled, values = bound
+        compiled[(programs, 1, 1)](*args, *values)
+        return
+    compiled = kernel[(programs,)](*args, **constants, **options)
+    if len(_BOUND) > 10_000:  # lengths that never come again
+        _BOUND.clear()
+    _BOUND[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
 
 
 def padded(width: int) -> int:
@@ -106,6 +163,8 @@ def full_precision(op: F) -> F:
     @functools.wraps(op)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         device = next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if not torch.is_autocast_enabled(device.type):
+            return op(*args, **kwargs)
         with torch.autocast(device.type, enabled=False):
             return op(*args, **kwargs)
 

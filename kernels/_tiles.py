@@ -4,6 +4,9 @@ Tiles are (C, D): C tokens, D channels padded to a power of two. Offsets are 64-
 2^31 numbers. A token behind the end, or a channel behind the last, reads as zero.
 """
 
+# mypy: ignore-errors
+# Triton reads these functions as a language of its own.
+
 from __future__ import annotations
 
 import triton
@@ -16,20 +19,14 @@ G_MIN = tl.constexpr(-40.0)
 @triton.jit
 def load_rows(ptr, t, stride_t, live, d, D: tl.constexpr, full: tl.constexpr):
     """Tokens `t` (int64, C) and channels `d` of one head; `full`: no channel of `d` lies behind the last, D - 1."""
-    if full:
-        mask = live[:, None]
-    else:
-        mask = live[:, None] & (d < D)[None, :]
+    mask = live[:, None] if full else live[:, None] & (d < D)[None, :]
     return tl.load(ptr + (t[:, None] * stride_t + d[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit
 def store_rows(ptr, t, stride_t, live, d, D: tl.constexpr, full: tl.constexpr, x):
     """The inverse of `load_rows`: rounds to the dtype of `ptr`."""
-    if full:
-        mask = live[:, None]
-    else:
-        mask = live[:, None] & (d < D)[None, :]
+    mask = live[:, None] if full else live[:, None] & (d < D)[None, :]
     tl.store(ptr + (t[:, None] * stride_t + d[None, :]), x.to(ptr.dtype.element_ty), mask=mask)
 
 

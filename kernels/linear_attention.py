@@ -17,6 +17,7 @@ Letters: B batch, T time, H heads, J = B * H, N chunks, C chunk length, K key wi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kernels._chunk import G_MIN, chunk_length, decay_tile, from_chunks, repeat_heads, to_chunks
-from kernels._launch import accumulator, check, full_precision, resolve
+from kernels._launch import accumulator, check, full_precision, resolve, triton_unfit
 
 DEN_MIN = 1e-6
 """The normaliser is never taken smaller than this."""
@@ -137,17 +138,23 @@ def linear_attention(
     scale: float = 1.0,
     normalize: bool = False,
     initial_state: LinearState | None = None,
+    cu_seqlens: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, LinearState]:
     """o (B, T, H, V) in q's dtype and the final state.
 
     q, k (B, T, Hk, K) with H a multiple of Hk; v (B, T, H, V). g None, (H,), (B, T, H) or (B, T, H, K), <= 0, -inf
-    allowed. `scale` has no effect with `normalize`.
+    allowed. `scale` has no effect with `normalize`. Packed: B = 1, and sequence n is the tokens from `cu_seqlens`[n] to
+    [n + 1], (N + 1) integers on the device of v, from 0 to T; states are then (N, ...).
     """
-    impl = resolve(impl, "linear_attention")
     B, T, H, V = v.shape
     K = q.shape[-1]
-    _check(q, k, v, g, normalize, initial_state)
+    impl = resolve(impl, "linear_attention", triton_unfit(q, k, v, g, heads=(K, V)))
+    _check(q, k, v, g, normalize, initial_state, cu_seqlens)
+    if impl == "triton":
+        return _on_card(q, k, v, g, scale, normalize, initial_state, cu_seqlens)
+    if cu_seqlens is not None:
+        return _one_by_one(q, k, v, g, initial_state, cu_seqlens, scale=scale, normalize=normalize, impl=impl)
     dtype, acc = q.dtype, accumulator(q, v)
     q, k = (repeat_heads(x.to(acc), H) for x in (q, k))
     v = v.to(acc)
@@ -168,7 +175,73 @@ def linear_attention(
     return (num * scale if den is None else num / den.clamp(min=DEN_MIN)).to(dtype), state
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, normalize: bool, state: LinearState | None) -> None:
+def _one_by_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: LinearState | None,
+    cu_seqlens: Tensor,
+    *,
+    normalize: bool,
+    **settings: Any,
+) -> tuple[Tensor, LinearState]:
+    """What packing means: each sequence by itself. An empty one leaves its state as it is."""
+    H, K, V = v.shape[2], q.shape[3], v.shape[3]
+    zero = v.new_zeros(1, H, K, V, dtype=accumulator(q, v))
+    out, ends = [], []
+    for n, (first, behind) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        start: Any = (zero, zero[..., 0]) if normalize else zero
+        if state is not None:
+            start = tuple(x[n : n + 1] for x in state) if isinstance(state, tuple) else state[n : n + 1]
+        end = start
+        if first < behind:
+            part = slice(first, behind)
+            g_n = g if g is None or g.dim() == 1 else g[:, part]
+            o, end = linear_attention(
+                q[:, part], k[:, part], v[:, part], g_n, normalize=normalize, initial_state=start, **settings
+            )
+            out.append(o)
+        ends.append(end)
+    o = torch.cat(out, 1) if out else v.new_empty(v.shape, dtype=q.dtype)
+    if normalize:
+        S, z = zip(*ends, strict=True)
+        return o, (torch.cat(S).to(zero.dtype), torch.cat(z).to(zero.dtype))
+    return o, torch.cat(ends).to(zero.dtype)
+
+
+def _on_card(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float,
+    normalize: bool,
+    state: LinearState | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, LinearState]:
+    from kernels._linear_attention import Attend  # Triton is not everywhere
+
+    if q.dtype != k.dtype or q.dtype != v.dtype:
+        common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        q, k, v = q.to(common), k.to(common), v.to(common)
+    if g is not None and g.dim() == 1:
+        g = g.expand(v.shape[:3])
+    S, z = state if isinstance(state, tuple) else (state, None)
+    S, z = (None if x is None else x.float() for x in (S, z))
+    o, S, z = Attend.apply(q, k, v, g, S, z, 1.0 if normalize else float(scale), normalize, cu_seqlens)
+    return o, (S, z) if normalize else S
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    normalize: bool,
+    state: LinearState | None,
+    cu_seqlens: Tensor | None,
+) -> None:
     B, T, H, V = v.shape
     _, _, Hk, K = q.shape
     if H % Hk:
@@ -177,6 +250,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, normalize: bool, s
     check("linear_attention", "k", k, (B, T, Hk, K))
     if g is not None:
         check("linear_attention", "g", g, {1: (H,), 3: (B, T, H)}.get(g.dim(), (B, T, H, K)))
+    N = B
+    if cu_seqlens is not None:
+        N = cu_seqlens.shape[0] - 1
+        if B != 1 or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.device != v.device:
+            raise ValueError(
+                "linear_attention: cu_seqlens packs sequences into a batch of 1, and is a line of integers where v is"
+            )
     if state is None:
         return
     if isinstance(state, tuple) != normalize:
@@ -184,9 +264,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, normalize: bool, s
             "linear_attention: initial_state should be the pair (S, z) with normalize, and S alone without"
         )
     S, z = state if isinstance(state, tuple) else (state, None)
-    check("linear_attention", "S of initial_state", S, (B, H, K, V))
+    check("linear_attention", "S of initial_state", S, (N, H, K, V))
     if z is not None:
-        check("linear_attention", "z of initial_state", z, (B, H, K))
+        check("linear_attention", "z of initial_state", z, (N, H, K))
 
 
 def examples(T: int, dtype: torch.dtype, generator: torch.Generator) -> Iterator[dict[str, Any]]:

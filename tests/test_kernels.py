@@ -10,6 +10,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +25,7 @@ from kernels.linear_attention import linear_attention
 from kernels.short_conv import _Shifted, short_conv
 
 OPS = kernels.names()
-WITH_TRITON: list[str] = []
+WITH_TRITON = [op for op in OPS if Path(kernels.__file__).with_name(f"_{op}_triton.py").exists()]
 LENGTHS = [1, 2, 63, 64, 65, 100]
 
 FP64 = 1e-10

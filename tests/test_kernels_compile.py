@@ -1,0 +1,92 @@
+"""Each Triton kernel, compiled for a Hopper card on a machine without one: what the interpreter forgives shows here.
+
+Not covered: whether what it compiles to is right. That takes a card (`-m gpu`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+ROOT = Path(__file__).parent.parent
+SHARED = 232_448
+"""Bytes of shared memory that a program may have on a Hopper card."""
+
+FAST = [
+    ("linear_attention", {"K": 64, "V": 64, "dtype": "bfloat16", "decay": "none", "segments": 2}),
+    ("linear_attention", {"K": 33, "V": 16, "dtype": "bfloat16", "decay": "token", "normalize": True, "start": True}),
+    ("linear_attention", {"K": 16, "V": 16, "dtype": "float32", "decay": "channel", "start": True}),
+]
+WIDE = [
+    ("linear_attention", {"K": 64, "V": 64, "dtype": "float32", "decay": "token", "normalize": True, "start": True}),
+    ("linear_attention", {"K": 128, "V": 128, "dtype": "bfloat16", "decay": "token", "segments": 2}),
+    ("linear_attention", {"K": 256, "V": 256, "dtype": "bfloat16", "decay": "none", "start": True}),
+    ("linear_attention", {"K": 256, "V": 256, "dtype": "float32", "decay": "token", "normalize": True}),
+    ("linear_attention", {"K": 256, "V": 256, "dtype": "float32", "decay": "channel", "normalize": True}),
+    ("linear_attention", {"K": 128, "V": 128, "dtype": "float16", "decay": "channel", "start": True}),
+]
+
+
+def compiled(op: str, case: dict[str, Any]) -> list[dict[str, Any]]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    script = [sys.executable, str(ROOT / "tests" / "compile_kernels.py"), op, json.dumps(case)]
+    ran = subprocess.run(script, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assembler, *kernels = (json.loads(line) for line in ran.stdout.splitlines())
+    print(f"ptxas {assembler['assembler']}")
+    return kernels
+
+
+@pytest.mark.parametrize(("op", "case"), [*FAST, *(pytest.param(*x, marks=pytest.mark.slow) for x in WIDE)], ids=str)
+def test_compiles_for_a_hopper_card(op: str, case: dict[str, Any]) -> None:
+    kernels = compiled(op, case)
+    assert len(kernels) >= 2, "a forward and a backward launch at least"
+    for made in kernels:
+        print(
+            f"{made['kernel']}: {made['registers']} registers, {made['stack']} bytes of stack, {made['shared']} shared"
+        )
+        assert made["shared"] <= SHARED, made
+        assert not made["narrow"], f"{made['kernel']}: offsets of 32 bits: {made['narrow']}"
+        assert not made["unwritten"], f"{made['kernel']}: reads registers that nothing wrote: {made['unwritten']}"
+        assert len(made["grid"]) == 1, "the second and third dimension of a grid end at 65,535"
+    if case["dtype"] == "bfloat16":
+        assert any(made["wgmma"] for made in kernels), "the card's own matrix instructions"
+
+
+def test_the_checks_above_can_fail() -> None:
+    """A pointer's offset made of a program's number in 32 bits; a register that is read before it is written."""
+    lines = """
+    %pid = tt.get_program_id x : i32
+    %c = arith.constant 64 : i32
+    %range = tt.make_range {end = 64 : i32, start = 0 : i32} : tensor<64xi32>
+    %row = arith.muli %pid, %c : i32
+    %at = tt.addptr %x, %row : !tt.ptr<f32>, i32
+    %fixed = tt.addptr %base, %range : tensor<64x!tt.ptr<f32>>, tensor<64xi32>
+    %wide = arith.extsi %row : i32 to i64
+    %far = tt.addptr %x, %wide : !tt.ptr<f32>, i64
+    """
+    sass = """
+    /*1590*/    USHF.R.U32.HI UR36, URZ, 0x4, UR49 ;
+    /*16d0*/    UIADD3 UR58, UP0, UR58, 0x20, URZ ;
+    /*16e0*/    UIADD3.64 UR56, UR36, 0x7e, URZ ;
+    /*16f0*/    HGMMA.64x16x16.F32.BF16 R64, gdesc[UR56].tnspA.tnspB, R64 ;
+    """
+    script = """
+import sys; sys.path.insert(0, "tests")
+from compile_kernels import narrow_offsets, unwritten
+print(len(narrow_offsets(sys.argv[1])), len(unwritten(sys.argv[2])))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "-c", script, lines, sass], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert ran.stdout.split() == ["1", "2"], ran.stderr  # UR49 and UR58
