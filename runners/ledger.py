@@ -286,8 +286,9 @@ class Ledger:
     def forget_result(self, trial_id: str) -> None:
         """The folder no longer has what the row says: the trial is planned again."""
         where = (trial_t.c.id == trial_id) & trial_t.c.owner.is_(None)
+        planned: dict[str, Any] = {"status": Status.PLANNED.value, "failure": None, "error": None, "updated": _Now()}
         with self._write() as db:
-            db.execute(sa.update(trial_t).where(where).values(status=Status.PLANNED.value, updated=_Now()))
+            db.execute(sa.update(trial_t).where(where).values(planned))
             db.execute(sa.delete(evaluation_t).where(evaluation_t.c.trial == trial_id))
 
     # ---- leases ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from runners.owner import Owner
 from runners.rungs import stands
 from runners.schema import Finding, Member, Status, UserError
 from runners.search import Searches, State
-from runners.store import Store
+from runners.store import Store, shared_filesystem
 
 LOW_DISK_BYTES = 500 * 2**20
 
@@ -187,7 +187,9 @@ def _where(diverged: Mapping[str, Any]) -> str:
 def doctor(store: Path, *, rebuild: bool = False) -> list[Finding]:
     """Check a store's files against its ledger; with `rebuild` make the ledger anew from the folders."""
     opened = Store.open(store)
-    found = [Finding("ok", f"store {opened.root}, uuid {opened.uuid}")]
+    shared = shared_filesystem(opened.root)
+    on = f" on a {shared} file system, which machines can share" if shared else " on a local file system"
+    found = [Finding("ok", f"store {opened.root}{on}, uuid {opened.uuid}")]
     free = shutil.disk_usage(opened.root).free
     if free < LOW_DISK_BYTES:
         found.append(Finding("problem", f"only {free / 2**20:.0f} MiB are free", "make room, or move the store"))

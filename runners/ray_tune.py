@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,8 +37,8 @@ import ray  # noqa: E402
 from ray import tune  # noqa: E402
 from ray.tune.search import Searcher  # noqa: E402
 
-from runners.owner import Owner  # noqa: E402
 from runners.schema import EvalSlice, Failure, Job, Outcome, Rungs, Status, Trial  # noqa: E402
+from runners.scratch import make as make_scratch  # noqa: E402
 from runners.store import read_json, write_json, write_text  # noqa: E402
 from runners.trial import began, read_outcome, run_job, write_outcome  # noqa: E402
 
@@ -48,9 +47,6 @@ STOP_FILE = "stop"
 _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Ray takes 127.0.0.1 to mean the address that the network sees; the next one it leaves alone."""
 _ROOT = str(Path(__file__).resolve().parent.parent)
-_OWNER_FILE = "owner.json"
-_LONGEST_SCRATCH = (107 if sys.platform == "linux" else 103) - 70
-"""Bytes of a path that is short enough for the sockets that Ray puts below it; the system bounds their length."""
 
 
 def write_job(job: Job) -> Path:
@@ -173,20 +169,6 @@ def outcome_of(job: Job) -> Outcome:
             write_outcome(attempt, outcome, gpu=job.gpu)
             (folder / "progress.json").unlink(missing_ok=True)
     return outcome
-
-
-def make_scratch() -> Path:
-    """A folder of this driver for Ray's and Tune's files; those of drivers that died on this machine are removed."""
-    usual = Path(tempfile.gettempdir())
-    for folder in {*usual.glob("memsweep-ray-*"), *Path("/tmp").glob("memsweep-ray-*")}:
-        with contextlib.suppress(FileNotFoundError):  # another launch removes it too
-            row = read_json(folder / _OWNER_FILE) if folder.lstat().st_uid == os.getuid() else None
-            if row and Owner(**row).is_dead():
-                shutil.rmtree(folder, ignore_errors=True)
-    fits = len(os.fsencode(usual / "memsweep-ray-12345678")) <= _LONGEST_SCRATCH
-    made = Path(tempfile.mkdtemp(prefix="memsweep-ray-", dir=usual if fits else "/tmp"))
-    write_json(made / _OWNER_FILE, dataclasses.asdict(Owner.me()), durable=False)
-    return made
 
 
 class RayExecutor:

@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,9 +46,11 @@ def check() -> Iterator[Finding]:
     """Every finding about Python, this package, its dependencies and the machine, as they are made."""
     yield Finding("ok", f"Python {platform.python_version()} ({sys.executable}) on {platform.platform()}")
     yield from _rooms()
-    for module, distribution in DEPENDENCIES.items():
-        yield _dependency(module, distribution)
+    # torch first, as in a worker: libraries that clash with those it brings then fail here too.
+    for module in sorted(DEPENDENCIES, key=lambda name: name != "torch"):
+        yield _dependency(module, DEPENDENCIES[module])
     yield from _devices()
+    yield _kernels()
     yield _disk(Path.cwd())
 
 
@@ -104,7 +107,23 @@ def _devices() -> Iterator[Finding]:
         memory = f"{total / 2**30:.0f} GiB, {free / 2**30:.0f} of them free"
         yield Finding("ok", f"GPU {index}: {card.name}, {memory}, compute capability {card.major}.{card.minor}")
     yield Finding("ok", f"NVIDIA driver {_driver()}")
-    yield Finding("ok", f"CUDA {torch.version.cuda}; Triton's assembler: {_assembler()}")
+    yield Finding("ok", f"CUDA {torch.version.cuda}")
+
+
+def _kernels() -> Finding:
+    """Which form of the kernels `impl: auto` runs here, and what compiles it."""
+    try:
+        import torch
+        import triton
+    except Exception:
+        return Finding("note", "kernels: the torch forms alone (Triton does not import)")
+    what = f"Triton {triton.__version__}, assembler: {_assembler()}"
+    if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes"):
+        slow = "it runs them thousands of times slower, and bf16 wrongly"
+        level = "problem" if torch.cuda.is_available() else "note"
+        return Finding(level, f"kernels: TRITON_INTERPRET is set: {what}", f"{slow}: unset it but for tests")
+    form = "compiled for the card" if torch.cuda.is_available() else "the torch forms, without a card"
+    return Finding("ok", f"kernels: {form}; {what}")
 
 
 def _driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
@@ -120,13 +139,24 @@ def _assembler() -> str:
     """The ptxas that Triton calls: reports of wrong Hopper code name the one that its wheel carries."""
     chosen = os.environ.get("TRITON_PTXAS_PATH")
     if chosen:
-        return f"{chosen} (TRITON_PTXAS_PATH)"
+        return f"{chosen} {_release(Path(chosen))} (TRITON_PTXAS_PATH)"
     try:
         import triton
     except Exception:
         return "none (Triton does not import)"
     carried = sorted(Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas*"))
-    return ", ".join(path.name for path in carried) + " (in its wheel)" if carried else "none found"
+    shown = [f"{path.name} {_release(path)}" for path in carried]
+    return ", ".join(shown) + " (in its wheel)" if shown else "none found"
+
+
+def _release(ptxas: Path) -> str:
+    """The version that an assembler tells: `12.8.93`."""
+    try:
+        said = subprocess.run([ptxas, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "(does not run)"
+    found = re.search(r"V(\d[\d.]*)", said)
+    return found[1] if found else "(of an unknown version)"
 
 
 def _disk(folder: Path) -> Finding:
