@@ -221,7 +221,8 @@ class _Scorer:
     def _stamps_differ(self, trials: tuple[str, ...]) -> bool:
         """Whether trials ran under different versions, devices or code.
 
-        A fingerprint covers what one mechanism and one task import: it is compared among their own trials only.
+        A fingerprint covers what one mechanism and one task import: it is compared among their own trials only. Of
+        others, the files that all of them used are.
         """
         seen: dict[tuple[str, ...], Any] = {}
         for trial in trials:
@@ -230,7 +231,7 @@ class _Scorer:
                 owner = (settings.mechanism["name"], settings.task["name"]) if name == "fingerprint" else ()
                 if seen.setdefault((name, *owner), stamp.get(name)) != stamp.get(name):
                     return True
-        return False
+        return len(set(self.results.shared_code(trials).values())) > 1
 
     def _side(self, test: Test, trials: tuple[str, ...]) -> float:
         scores = [self._trial(test, trial) for trial in trials]

@@ -19,8 +19,8 @@ from typing import Any
 
 import pandas as pd
 
-from runners.schema import EvalSlice, Member, Plan, Status, canonical_json
-from runners.store import last_attempt, read_points, read_sealed
+from runners.schema import EvalSlice, Member, Plan, Status, canonical_json, digest
+from runners.store import last_attempt, read_json, read_points, read_sealed
 
 ID_COLUMNS = ("trial", "arm", "cell", "seed", "status")
 """What every table says first about a row."""
@@ -44,6 +44,16 @@ class Results:
     stamps: dict[str, dict[str, Any]] = field(default_factory=dict)
     evals: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    code: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By trial: the files that trained it, each with a hash of its content. Results from before have none."""
+
+    def shared_code(self, trials: Iterable[str]) -> dict[str, str]:
+        """By trial: one digest of those files that all of `trials` used. Those whose files are unknown are left out."""
+        known = {trial: self.code[trial] for trial in trials if trial in self.code}
+        if not known:
+            return {}
+        common = sorted(set.intersection(*(set(files) for files in known.values())))
+        return {trial: digest([files[name] for name in common], 8) for trial, files in known.items()}
 
     def counts(self) -> dict[str, int]:
         """How many members stand where: every status that occurs, most common first."""
@@ -76,6 +86,7 @@ def load(plan: Plan, store: Path, known: Known | None = None) -> Results:
         stamps=reader.stamps,
         evals=reader.evals,
         warnings=tuple(reader.warnings),
+        code=reader.code,
     )
 
 
@@ -97,6 +108,7 @@ class _Reader:
         self.trials = trials
         self.known = known
         self.stamps: dict[str, dict[str, Any]] = {}
+        self.code: dict[str, dict[str, str]] = {}
         self.evals: dict[tuple[str, str], dict[str, float]] = {}
         self.warnings: list[str] = []
 
@@ -114,13 +126,21 @@ class _Reader:
         if member.searched is not None:
             row |= {"suggestion": member.searched.number, **member.searched.values}
         row |= {name: result.get(name) for name in RESULT_FIELDS}
-        stamp = result.get("stamp") or {}
+        stamp = dict(result.get("stamp") or {})
         if stamp:
+            # Begun by one code and ended by another: neither alone made it.
+            stamp["fingerprint"] = "+".join(result.get("made_by") or [str(stamp.get("fingerprint"))])
+            self._code(folder, trial.id, result)
             self.stamps[trial.id] = {name: stamp.get(name) for name in STAMP_FIELDS}
         row |= {"diverged": _text(result.get("diverged")), "error": error}
         row |= {f"stamp.{name}": stamp.get(name) for name in STAMP_FIELDS}
         row |= {name: _number(value) for name, value in (result.get("metrics") or {}).items()}
         return row | self._set_metrics(member)
+
+    def _code(self, folder: Path, trial_id: str, result: Mapping[str, Any]) -> None:
+        row = read_json(folder / "attempts" / str(result.get("attempt")) / "code.json")
+        if isinstance(row, dict):
+            self.code[trial_id] = row["files"]
 
     def _evaluation(self, folder: Path, member: Member, piece: EvalSlice, diverged: bool) -> None:
         if diverged:

@@ -174,4 +174,6 @@ def stamps_that_differ(plan: Plan, results: Results) -> dict[str, dict[str, int]
             field = f"{name} of {trial.mechanism['name']} on {trial.task['name']}" if name == "fingerprint" else name
             value = str(stamp.get(name))
             counts.setdefault(field, {})[value] = counts.get(field, {}).get(value, 0) + 1
+    for value in results.shared_code({member.trial.id for member in plan.members}).values():
+        counts.setdefault("code that all share", {})[value] = counts.get("code that all share", {}).get(value, 0) + 1
     return {field: values for field, values in counts.items() if len(values) > 1}

@@ -295,6 +295,39 @@ def test_a_fingerprint_is_compared_within_its_mechanism_and_task_only(tmp_path):
     assert compare(plan, results)[0].n_stamps_differ == 1
 
 
+def test_other_code_that_two_mechanisms_share_is_noticed(tmp_path):
+    """Each mechanism's fingerprint is one value, yet the training loop changed between them."""
+    plan = make_plan(3)
+    store = fill(tmp_path, plan)
+
+    def files(member, loop):
+        attempt = store.result(member.trial.id)["attempt"]
+        mine = f"mechanisms/{member.trial.mechanism['name']}.py"
+        row = {"fingerprint": "f00d", "files": {"runners/train.py": loop, mine: member.arm}}
+        stores.write_json(store.trial_folder(member.trial.id) / "attempts" / str(attempt) / "code.json", row)
+
+    for member in plan.members:
+        files(member, "a")
+    results = load(tmp_path, plan)
+    assert compare(plan, results)[0].n_stamps_differ == 0
+    assert words.stamps_that_differ(plan, results) == {}
+    files(next(m for m in plan.members if is_hola(m, "residual")), "b")
+    results = load(tmp_path, plan)
+    assert compare(plan, results)[0].n_stamps_differ == 1
+    assert sorted(words.stamps_that_differ(plan, results)["code that all share"].values()) == [1, 23]
+
+
+def test_a_trial_of_two_codes_is_neither(tmp_path):
+    plan = make_plan(3)
+    store = fill(tmp_path, plan)
+    member = next(m for m in plan.members if is_hola(m, "residual"))
+    path = store.trial_folder(member.trial.id) / "result.json"
+    stores.write_json(path, stores.seal(json.loads(path.read_text()) | {"made_by": ["before", "f00d"]}))
+    results = load(tmp_path, plan)
+    assert compare(plan, results)[0].n_stamps_differ == 1
+    assert "before+f00d" in words.stamps_that_differ(plan, results)["fingerprint of hola on mqar"]
+
+
 # words
 
 
