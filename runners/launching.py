@@ -413,9 +413,8 @@ class Launch:
     def _lost_leases(self, error: Exception) -> None:
         if not self._stopped_by:
             self._stopped_by = "lease"
-            self.say(
-                f"the ledger could not be reached for {LEASE_S:.0f} s ({getattr(error, 'orig', error)}): stopping the trials"
-            )
+            reason = getattr(error, "orig", error)  # without the statement
+            self.say(f"the ledger could not be reached for {LEASE_S:.0f} s ({reason}): stopping the trials")
 
     def _stop_by_signal(self, name: str) -> None:
         self._stopped_by, self._signal = "signal", name  # said by tick(): a handler may interrupt a print
