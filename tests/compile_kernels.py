@@ -96,6 +96,8 @@ def unwritten(sass: str) -> list[str]:
         name, operands = match[1], match[2].split(",")
         writes = re.match(r"U[A-Z]|R2UR|S2UR|REDUX|VOTEU", name) and re.match(r"\s*UR(\d+)", operands[0])
         read = re.findall(r"\bUR(\d+)", ",".join(operands[1:] if writes else operands))
+        if name.startswith("HGMMA") and re.match(r"\s*R\d+", operands[1]):
+            read = [str(int(register) + 2) for register in read]  # the left factor is in registers: no address of it
         if any(int(register) not in written for register in read):
             bad.append(match[0].strip())
         if writes:
