@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels import _delta_rule_triton as device
-from kernels._launch import multiprocessors, padded, rows_contiguous
+from kernels._launch import launch, multiprocessors, padded, rows_contiguous
 
 
 class Blocks(NamedTuple):
@@ -38,7 +38,13 @@ class Blocks(NamedTuple):
 
 
 def blocks(T: int, K: int, V: int, dtype: torch.dtype) -> Blocks:
-    """The launch table, a plain function of shapes."""
+    """The launch table, a plain function of shapes.
+
+    Measured on an H200, 2026-11-30, bf16, no gate, forward and backward in a CUDA graph, ms; the choice comes first.
+    (64, 256, 2, 64): 3 stages 0.059, 2 0.073, 1 0.071. (1, 131072, 16, 64): 4 warps 4.2, 8 5.3; 4 tile warps 3.6, 8 4.4;
+    128 columns a scan 3.6, 64 3.7; 64 value columns 4.2, 32 4.6. (8, 2048, 16, 128): 1 stage 1.00, 2 1.03; 4 warps 1.19,
+    8 1.30; 8 tile warps 1.00, 4 1.23; 128 columns a V tile 1.19, 64 1.22; 64 columns a K tile 1.19, 32 1.35.
+    """
     padded_K, padded_V = padded(K), padded(V)
     wide = dtype == torch.float32
     C = min(64, padded(T))
@@ -53,7 +59,7 @@ def blocks(T: int, K: int, V: int, dtype: torch.dtype) -> Blocks:
         min(padded_K, 32 if wide else 64),
         min(padded_V, 32 if wide else 128),
         8 if padded_K > 128 or (wide and padded_K > 64) else 4,
-        1 if wide or padded_K > 128 else 3 if padded_K <= 64 else 2,
+        1 if wide or padded_K > 64 else 3,
         4 if padded_K <= 64 else 8,
         "tf32x3" if wide else "tf32",
     )
@@ -62,24 +68,44 @@ def blocks(T: int, K: int, V: int, dtype: torch.dtype) -> Blocks:
 def n_segments(n_chunks: int, n_programs: int, K: int, n_processors: int) -> int:
     """Into how many segments the state pass of a sequence is cut: 1 where chunks are few or heads enough.
 
-    `n_programs` is that of the pass uncut. A power of two, so that few kernels differ.
+    `n_programs` is that of the pass uncut. As many as run at once: a segment later starts by chaining those before it,
+    one product each, so more would only wait. A power of two, so that few kernels differ.
     """
-    if n_programs >= 2 * n_processors or n_chunks < 64 or K > 128:
+    at_once = n_processors * (1 if K <= 64 else 2)  # by the shared memory of a program
+    if K > 128 or n_chunks < 64 or at_once < 2 * n_programs:
         return 1
-    wanted = min(max(2, -(-2 * n_processors // n_programs)), 32, n_chunks // 8)
+    wanted = min(at_once // n_programs, 32, n_chunks // 8)
     return 1 << (wanted.bit_length() - 1)
-
-
-def _on(x: Tensor) -> AbstractContextManager[object]:
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
 
 
+class Packing(NamedTuple):
+    """Where the chunks of packed sequences lie: made on the card, nothing waits for it."""
+
+    cu_seqlens: Tensor
+    first_slots: Tensor
+    """(N + 1) int64: chunks before each sequence."""
+    slots: Tensor
+    """(chunks, 2) int64: the first token of a chunk and the end of its sequence; zeros where there is no chunk."""
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, T: int, C: int) -> Packing:
+        n_sequences = cu_seqlens.shape[0] - 1
+        ends = cu_seqlens.long()
+        first_slots = F.pad((ends.diff() + (C - 1)).div(C, rounding_mode="floor").cumsum(0), (1, 0))
+        slot = torch.arange(triton.cdiv(T, C) + n_sequences, device=ends.device)
+        n = torch.searchsorted(first_slots[1:], slot, right=True)
+        used = n < n_sequences
+        n = n.clamp(max=n_sequences - 1)
+        slots = torch.stack([ends[n] + (slot - first_slots[n]) * C, ends[n + 1]], 1)
+        return cls(cu_seqlens, first_slots, slots * used[:, None])
+
+
 class DeltaRule(torch.autograd.Function):
-    """o (B, T, H, V), the final state (B, H, K, V) fp32, and the residual: None, its norm or itself, fp32."""
+    """o (B, T, H, V), the final state (N, H, K, V) fp32, and the residual: None, its norm or itself, fp32."""
 
     @staticmethod
     def forward(
@@ -91,68 +117,61 @@ class DeltaRule(torch.autograd.Function):
         beta: Tensor | None,
         g: Tensor | None,
         start: Tensor | None,
+        cu_seqlens: Tensor | None,
         scale: float,
         residual: str | None,
         keep: bool,
-        segments: int | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        B, T, H, V = v.shape
-        K = q.shape[-1]
+        (B, T, H, V), K = v.shape, q.shape[-1]
         size = blocks(T, K, V, q.dtype)
-        N, columns = triton.cdiv(T, size.C), triton.cdiv(V, size.V)
-        if segments is None:
-            segments = n_segments(N, B * H * columns, K, multiprocessors(q))
-        segments = min(segments, N)
+        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        packing = None if cu_seqlens is None else Packing.of(cu_seqlens, T, size.C)
+        chunks = B * triton.cdiv(T, size.C) if packing is None else packing.slots.shape[0]
+        columns = triton.cdiv(V, size.V)
+        segments = n_segments(triton.cdiv(B * T, N * size.C), N * H * columns, K, multiprocessors(q))
         q, a, v = (rows_contiguous(x) for x in (q, a, v))
         b = None if b is None else rows_contiguous(b)
         beta, g, start = (None if x is None else x.contiguous() for x in (beta, g, start))
-
-        def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=q.device)
+        L, P = _scratch(q, chunks, H, size.C, size.C), _scratch(q, chunks, H, size.C, size.C, dtype=q.dtype)
+        Ti = L if q.dtype == torch.float32 else _scratch(q, *L.shape, dtype=q.dtype)
+        G = None if g is None else _scratch(q, chunks, H, 4, size.C)
+        o, end = _scratch(q, B, T, H, V, dtype=q.dtype), _scratch(q, N, H, K, V)
+        U = S = m = built = Phi = None
+        if keep or residual == "full":
+            U = _scratch(q, chunks, H, size.C, V, dtype=torch.float32 if residual == "full" else q.dtype)
+        if keep:
+            S = _scratch(q, chunks, H, K, V, dtype=q.dtype)
+        if residual == "norm":
+            m = _scratch(q, columns, B, T, H)
 
         group = H // q.shape[2]
         qab = (*_strides(q), *_strides(a), *_strides(a if b is None else b))
-        L, P = scratch(B, N, H, size.C, size.C), scratch(B, N, H, size.C, size.C, dtype=q.dtype)
-        Ti = L if q.dtype == torch.float32 else torch.empty_like(P)
-        G = None if g is None else scratch(B, N, H, size.C)
-        o, end = scratch(B, T, H, V, dtype=q.dtype), scratch(B, H, K, V)
-        U = S = m = None
-        if keep or residual == "full":
-            U = scratch(B, N, H, size.C, V, dtype=torch.float32 if residual == "full" else q.dtype)
-        if keep:
-            S = scratch(B, N, H, K, V, dtype=q.dtype)
-        if residual == "norm":
-            m = scratch(columns, B, T, H)
-        Phi = None
-        with _on(q):
-            device.scores[(B * N * H,)](
-                q, a, a if b is None else b, beta, g, L, P, G, T, H, group, *qab,
-                K=K, BK=size.K_tile, C=size.C, PREC=size.precision, num_warps=size.tile_warps, num_stages=1,
-            )  # fmt: skip
-            inverse = "tf32x3" if q.dtype == torch.float32 else "tf32"
-            device.invert[(B * N * H,)](L, Ti, C=size.C, PREC=inverse, num_warps=1, num_stages=1)
-            shape: dict[str, Any] = {"K": K, "BK": size.K, "V": V, "C": size.C, "PREC": size.precision}
-            launch: dict[str, Any] = {"num_warps": size.warps, "num_stages": size.stages}
-            built = Phi = None
-            if segments > 1:
-                built, Phi = scratch(B, H, segments, K, V), scratch(B, H, segments, K, K)
-                wide = triton.cdiv(V + K, size.V_scan)
-                device.forward[(B * H * segments * wide,)](
-                    None, a, b, v, beta, G, Ti, None, None, None, None, None, None, None, built, Phi,
-                    scale, T, H, group, segments, wide, *qab, *_strides(v),
-                    **shape, BV=size.V_scan, **launch, SCAN=True,
-                )  # fmt: skip
-            device.forward[(B * H * segments * columns,)](
-                q, a, b, v, beta, G, Ti, P, start, o, end, U, S, m, built, Phi,
-                scale, T, H, group, segments, columns, *qab, *_strides(v), **shape, BV=size.V, **launch, SCAN=False,
-            )  # fmt: skip
-        ctx.save_for_backward(q, a, b, v, beta, g, G, Ti, P, U, S, Phi)
-        ctx.scale, ctx.segments, ctx.has_start = scale, segments, start is not None
+        cu, first_slots, slots = packing or (None, None, None)
+        args: tuple[Any, ...] = (q, a, a if b is None else b, beta, g, L, P, G, slots, T, H, group, *qab)
+        tile = {"K": K, "BK": size.K_tile, "C": size.C, "PREC": size.precision}
+        launch(device.scores, chunks * H, args, tile, num_warps=size.tile_warps, num_stages=1)
+        inverse = "tf32x3" if q.dtype == torch.float32 else "tf32"
+        launch(device.invert, chunks * H, (L, Ti), {"C": size.C, "PREC": inverse}, num_warps=1, num_stages=1)
+        settings = {"K": K, "BK": size.K, "V": V, "BV": size.V, "C": size.C, "PREC": size.precision}
+        options = {"num_warps": size.warps, "num_stages": size.stages}
+        if segments > 1:
+            built, Phi = _scratch(q, N, H, segments, K, V), _scratch(q, N, H, segments, K, K)
+            wide = triton.cdiv(V + K, size.V_scan)
+            args = (None, a, b, v, beta, G, Ti, None, None, None, None, None, None, None, built, Phi)
+            args += (cu, first_slots, scale, T, H, group, segments, wide, *qab, *_strides(v))
+            scan = {**settings, "BV": size.V_scan, "SCAN": True}
+            launch(device.forward, N * H * segments * wide, args, scan, **options)
+        args = (q, a, b, v, beta, G, Ti, P, start, o, end, U, S, m, built, Phi)
+        args += (cu, first_slots, scale, T, H, group, segments, columns, *qab, *_strides(v))
+        launch(device.forward, N * H * segments * columns, args, {**settings, "SCAN": False}, **options)
+
+        ctx.save_for_backward(q, a, b, v, beta, g, G, Ti, P, U, S, Phi, cu, first_slots, slots)
+        ctx.scale, ctx.segments, ctx.residual, ctx.has_start = scale, segments, residual, start is not None
         ctx.set_materialize_grads(False)
         extra = None
         if residual == "full":
             assert U is not None
-            extra = U.transpose(2, 3).reshape(B, N * size.C, H, V)[:, :T]
+            extra = _by_token(U, slots, B, T)
         elif m is not None:
             extra = m[0] if columns == 1 else torch.linalg.vector_norm(m, dim=0)
             ctx.mark_non_differentiable(extra)
@@ -161,56 +180,59 @@ class DeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dend: Tensor | None, dextra: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, a, b, v, beta, g, G, Ti, P, U, S, Phi = ctx.saved_tensors
-        B, T, H, V = v.shape
-        K, Hk = q.shape[-1], q.shape[2]
+        q, a, b, v, beta, g, G, Ti, P, U, S, Phi, cu, first_slots, slots = ctx.saved_tensors
+        (B, T, H, V), (K, Hk) = v.shape, (q.shape[-1], q.shape[2])
         size, segments = blocks(T, K, V, q.dtype), ctx.segments
-        N, columns = triton.cdiv(T, size.C), triton.cdiv(V, size.V)
+        N, chunks, columns = B if cu is None else cu.shape[0] - 1, Ti.shape[0], triton.cdiv(V, size.V)
         do = torch.zeros_like(v) if do is None else rows_contiguous(do)
         dend = None if dend is None else dend.contiguous()
-        dux = None if dextra is None or U.dtype != torch.float32 else dextra.float().contiguous()
-
-        def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=q.device)
-
+        dux = dextra.contiguous() if ctx.residual == "full" and dextra is not None else None
+        R, dS = _scratch(q, chunks, H, size.C, V, dtype=q.dtype), _scratch(q, chunks, H, K, V, dtype=q.dtype)
+        dstart = _scratch(q, N, H, K, V) if ctx.has_start else None
         group = H // Hk
-        qab = (*_strides(q), *_strides(a), *_strides(a if b is None else b))
-        R = scratch(B, N, H, size.C, V, dtype=q.dtype)
-        dS = scratch(B, N, H, K, V, dtype=q.dtype)
-        dstart = scratch(B, H, K, V) if ctx.has_start else None
         per_head = q.dtype if group == 1 else torch.float32
-        dq, da = (scratch(B, T, H, K, dtype=per_head) for _ in range(2))
-        db = None if b is None else scratch(B, T, H, K, dtype=per_head)
-        dv = scratch(B, T, H, V, dtype=q.dtype)
-        dbeta, dg = (None if x is None else scratch(B, T, H) for x in (beta, g))
-        with _on(q):
-            settings: dict[str, Any] = {
-                **{"K": K, "BK": size.K, "V": V, "BV": size.V, "C": size.C, "PREC": size.precision},
-                **{"num_warps": size.warps, "num_stages": size.stages},
-            }
-            sizes = (ctx.scale, T, H, group, segments, columns, *qab, *_strides(do))
-            built = None
-            if segments > 1:
-                built = scratch(B, H, segments, K, V)
-                device.reverse[(B * H * segments * columns,)](
-                    q, a, b, do, dux, beta, G, Ti, P, None, None, None, None, built, None,
-                    *sizes, **settings, SCAN=True,
-                )  # fmt: skip
-            device.reverse[(B * H * segments * columns,)](
-                q, a, b, do, dux, beta, G, Ti, P, dend, R, dS, dstart, built, Phi, *sizes, **settings, SCAN=False
-            )
-            device.gradients[(B * N * H,)](
-                q, a, b, v, do, beta, g, G, U, S, R, dS, dq, da, db, dv, dbeta, dg,
-                ctx.scale, T, H, group, *qab, *_strides(v), *_strides(do),
-                K=K, BK=size.K_tile, V=V, BV=size.V_tile, C=size.C,
-                PREC=size.precision, num_warps=size.tile_warps, num_stages=1,
-            )  # fmt: skip
+        dq, da = (_scratch(q, B, T, H, K, dtype=per_head) for _ in range(2))
+        db = None if b is None else _scratch(q, B, T, H, K, dtype=per_head)
+        dv = _scratch(q, B, T, H, V, dtype=q.dtype)
+        dbeta, dg = (None if x is None else _scratch(q, B, T, H) for x in (beta, g))
+
+        qab = (*_strides(q), *_strides(a), *_strides(a if b is None else b))
+        shape = (cu, first_slots, ctx.scale, T, H, group, segments, columns, *qab, *_strides(do))
+        settings = {"K": K, "BK": size.K, "V": V, "BV": size.V, "C": size.C, "PREC": size.precision}
+        options = {"num_warps": size.warps, "num_stages": size.stages}
+        programs, built = N * H * segments * columns, None
+        if segments > 1:
+            built = _scratch(q, N, H, segments, K, V)
+            scan = (q, a, b, do, dux, beta, G, Ti, P, None, None, None, None, built, None, *shape)
+            launch(device.reverse, programs, scan, {**settings, "SCAN": True}, **options)
+        args: tuple[Any, ...] = (q, a, b, do, dux, beta, G, Ti, P, dend, R, dS, dstart, built, Phi, *shape)
+        launch(device.reverse, programs, args, {**settings, "SCAN": False}, **options)
+        args = (q, a, b, v, do, beta, g, G, U, S, R, dS, dq, da, db, dv, dbeta, dg)
+        args += (slots, ctx.scale, T, H, group, *qab, *_strides(v), *_strides(do))
+        settings |= {"BK": size.K_tile, "BV": size.V_tile}
+        launch(device.gradients, chunks * H, args, settings, num_warps=size.tile_warps, num_stages=1)
 
         def summed(x: Tensor | None) -> Tensor | None:
             """Heads that share a key are summed in fp32, in a fixed order."""
             return x if x is None or group == 1 else x.unflatten(2, (Hk, group)).sum(3).to(q.dtype)
 
         return (summed(dq), summed(da), summed(db), dv, dbeta, dg, dstart, *[None] * 4)
+
+
+def _scratch(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor with nothing in it, on the device of `like`."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def _by_token(U: Tensor, slots: Tensor | None, B: int, T: int) -> Tensor:
+    """From chunks (chunks, H, C, V) to tokens (B, T, H, V)."""
+    chunks, H, C, V = U.shape
+    if slots is None:
+        return U.view(B, chunks // B, H, C, V).transpose(2, 3).reshape(B, -1, H, V)[:, :T]
+    t = slots[:, :1] + torch.arange(C, device=U.device)
+    t = torch.where(t < slots[:, 1:], t, T)  # T: a row that is dropped
+    out = _scratch(U, T + 1, H, V)
+    return out.index_copy_(0, t.flatten(), U.transpose(1, 2).flatten(0, 1))[None, :T]
 
 
 def delta_rule(
@@ -223,13 +245,13 @@ def delta_rule(
     start: Tensor | None,
     scale: float,
     residual: str | None,
-    segments: int | None = None,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `kernels.delta_rule.delta_rule`, which checked the shapes. `segments` None: chosen by shape and card."""
+    """As `kernels.delta_rule.delta_rule`, which checked the shapes."""
     given = (q, a, b, v, beta, g, start)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in (q, a, b, v) if x is not None])
     q, a, v = q.to(dtype), a.to(dtype), v.to(dtype)
     b = None if b is None else b.to(dtype)
     beta, g, start = (None if x is None else x.float() for x in (beta, g, start))
-    return DeltaRule.apply(q, a, b, v, beta, g, start, float(scale), residual, keep, segments)
+    return DeltaRule.apply(q, a, b, v, beta, g, start, cu_seqlens, float(scale), residual, keep)

@@ -21,7 +21,8 @@ exception is the inverse: its 16 x 16 products run in fewer than four warps, whe
 
 Scratch is laid out by chunk: index = (b * N + n) * H + h. Letters as in `delta_rule.py`; rows past T read as zero.
 """
-# mypy: disable-error-code="no-untyped-def"
+# mypy: ignore-errors
+# Triton reads these functions as a language of its own.
 
 import triton
 import triton.language as tl
@@ -45,6 +46,29 @@ def _tile(base, rows, cols, D: tl.constexpr):
 
 
 @triton.jit
+def _place(index, slots, T, H, C: tl.constexpr):
+    """Batch, head, first token and end of its sequence, of the chunk `index`."""
+    slot = index // H
+    if slots is None:
+        N = tl.cdiv(T, C)
+        return slot // N, index % H, slot % N * C, slot * 0 + T
+    else:
+        return slot * 0, index % H, tl.load(slots + 2 * slot), tl.load(slots + 2 * slot + 1)
+
+
+@triton.jit
+def _sequence(n, cu_seqlens, first_slots, T, C: tl.constexpr):
+    """Batch, first token, end, first chunk and number of chunks of sequence `n`."""
+    if cu_seqlens is None:
+        N = tl.cdiv(T, C)
+        return n, n * 0, n * 0 + T, n * N, n * 0 + N
+    else:
+        slot = tl.load(first_slots + n)
+        start, end = tl.load(cu_seqlens + n).to(tl.int64), tl.load(cu_seqlens + n + 1).to(tl.int64)
+        return n * 0, start, end, slot, tl.load(first_slots + n + 1) - slot
+
+
+@triton.jit
 def _inverse_16(L, PREC: tl.constexpr):
     """(I + L)^-1 of a strictly lower (16, 16) tile: inverts blocks of 2, then doubles them. Exact, no powers of L."""
     i = tl.arange(0, 16)[:, None]
@@ -60,37 +84,44 @@ def _inverse_16(L, PREC: tl.constexpr):
 @triton.jit
 def scores(
     q, a, b, beta, g, L, P, G,
-    T, H, group,
+    slots, T, H, group,
     q_b, q_t, q_h, a_b, a_t, a_h, b_b, b_t, b_h,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """L, P and the cumulative decay G of one chunk of one head."""
+    """L and P of one chunk of one head; in G its e^G, its tail, and G itself in two parts."""
     index = tl.program_id(0).to(tl.int64)
-    N = tl.cdiv(T, C)
-    h = index % H
-    n = (index // H) % N
-    i_b = index // (H * N)
+    i_b, h, start, end = _place(index, slots, T, H, C)
     q += i_b * q_b + h // group * q_h
     a += i_b * a_b + h // group * a_h
     b += i_b * b_b + h // group * b_h
     i = tl.arange(0, C)
-    t = n * C + i
+    t = start + i
     heads = (i_b * T + t) * H + h
     ab = tl.zeros([C, C], tl.float32)
     qb = tl.zeros([C, C], tl.float32)
     for k0 in range(0, K, BK):
-        k = k0 + tl.arange(0, BK)
-        bT = tl.trans(_load(b, t, b_t, k, T, K))
-        ab += tl.dot(_load(a, t, a_t, k, T, K), bT, input_precision=PREC)
-        qb += tl.dot(_load(q, t, q_t, k, T, K), bT, input_precision=PREC)
+        k = k0 + tl.arange(0, BK).to(tl.int64)
+        bT = tl.trans(_load(b, t, b_t, k, end, K))
+        ab += tl.dot(_load(a, t, a_t, k, end, K), bT, input_precision=PREC)
+        qb += tl.dot(_load(q, t, q_t, k, end, K), bT, input_precision=PREC)
     if g is not None:
-        G_n = tl.cumsum(tl.maximum(tl.load(g + heads, t < T, 0.0), _G_MIN), 0)
-        tl.store(G + index * C + i, G_n)
-        D = tl.exp(tl.where(i[:, None] >= i[None, :], G_n[:, None] - G_n[None, :], 0.0))
+        g_n = tl.maximum(tl.load(g + heads, t < end, 0.0), _G_MIN)
+        coarse = tl.floor(g_n * 256.0) / 256.0  # sums of these are exact, so that a hard step blurs no step after it
+        fine = tl.cumsum(g_n - coarse, 0)
+        fine_end = tl.sum(g_n - coarse, 0)
+        coarse_end = tl.sum(coarse, 0)
+        coarse = tl.cumsum(coarse, 0)
+        G += index * 4 * C + i
+        tl.store(G, tl.exp(coarse + fine))
+        tl.store(G + C, tl.exp((coarse_end - coarse) + (fine_end - fine)))
+        tl.store(G + 2 * C, coarse)
+        tl.store(G + 3 * C, fine)
+        gap = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
+        D = tl.exp(tl.where(i[:, None] >= i[None, :], gap, 0.0))
         ab *= D
         qb *= D
     if beta is not None:
-        ab *= tl.load(beta + heads, t < T, 0.0)[:, None]
+        ab *= tl.load(beta + heads, t < end, 0.0)[:, None]
     tile = index * C * C + i[:, None] * C + i[None, :]
     blocks = (i // 16)[:, None] >= (i // 16)[None, :]  # those that `invert` reads
     tl.store(L + tile, tl.where(i[:, None] > i[None, :], ab, 0.0), blocks)
@@ -130,7 +161,7 @@ def invert(L, Ti, C: tl.constexpr, PREC: tl.constexpr):
 @triton.jit
 def forward(
     q, a, b, v, beta, G, Ti, P, start, o, end, U, S, m, built, Phi,
-    scale, T, H, group, n_segments, n_columns,
+    cu_seqlens, first_slots, scale, T, H, group, n_segments, n_columns,
     q_b, q_t, q_h, a_b, a_t, a_h, b_b, b_t, b_h, v_b, v_t, v_h,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
     SCAN: tl.constexpr,
@@ -145,8 +176,7 @@ def forward(
     segment = (pid // n_columns) % n_segments
     bh = pid // n_columns // n_segments
     h = bh % H
-    i_b = bh // H
-    N = tl.cdiv(T, C)
+    i_b, first, behind, slot, N = _sequence(bh // H, cu_seqlens, first_slots, T, C)
     per = tl.cdiv(N, n_segments)
     if not SCAN:
         q += i_b * q_b + h // group * q_h
@@ -172,39 +202,40 @@ def forward(
             added = tl.load(built + s * K * V + at, inside, 0.0)
             x = added + tl.dot(phi, x, input_precision="tf32x3")
     for n in range(segment * per, tl.minimum(N, segment * per + per)):
-        index = (i_b * N + n) * H + h
-        t = n * C + i
-        a_n = _load(a, t, a_t, k, T, K)
-        bT = tl.trans(a_n if b is None else _load(b, t, b_t, k, T, K))
-        e = _load(v, t, v_t, j, T, V).to(tl.float32)
+        index = (slot + n) * H + h
+        t = first + n * C + i
+        a_n = _load(a, t, a_t, k, behind, K)
+        bT = tl.trans(a_n if b is None else _load(b, t, b_t, k, behind, K))
+        e = _load(v, t, v_t, j, behind, V).to(tl.float32)
         x_n = x.to(dtype)
         read = tl.dot(a_n, x_n, input_precision=PREC)
         if G is not None:
-            G_n = tl.load(G + index * C + i)
-            G_end = tl.load(G + index * C + C - 1)
-            read *= tl.exp(G_n)[:, None]
+            Ga = tl.load(G + index * 4 * C + i)
+            read *= Ga[:, None]
         e -= read
         if beta is not None:
-            e *= tl.load(beta + (i_b * T + t) * H + h, t < T, 0.0)[:, None]
+            e *= tl.load(beta + (i_b * T + t) * H + h, t < behind, 0.0)[:, None]
         u = tl.dot(_tile(Ti + index * C * C, i, i, C), e.to(dtype), input_precision=PREC)
         if not SCAN:
-            out = tl.dot(_load(q, t, q_t, k, T, K), x_n, input_precision=PREC)
+            out = tl.dot(_load(q, t, q_t, k, behind, K), x_n, input_precision=PREC)
             if G is not None:
-                out *= tl.exp(G_n)[:, None]
+                out *= Ga[:, None]
             out += tl.dot(_tile(P + index * C * C, i, i, C), u.to(dtype), input_precision=PREC)
             rows = ((i_b * T + t) * H + h)[:, None] * V
-            tl.store(o + rows + j[None, :], out * scale, (t < T)[:, None] & (j < V)[None, :])
+            tl.store(o + rows + j[None, :], out * scale, (t < behind)[:, None] & (j < V)[None, :])
             if U is not None:
                 tl.store(U + index * C * V + i[:, None] * V + j[None, :], u, (j < V)[None, :])
             if S is not None:
                 tl.store(S + index * K * V + at, x_n, inside)
             if m is not None:
                 norm = tl.sqrt(tl.sum(u * u, 1))
-                B = tl.num_programs(0) // (n_columns * n_segments * H)
-                tl.store(m + ((column * B + i_b) * T + t) * H + h, norm, t < T)
+                B = 1
+                if cu_seqlens is None:
+                    B = tl.num_programs(0) // (n_columns * n_segments * H)
+                tl.store(m + ((column * B + i_b) * T + t) * H + h, norm, t < behind)
         if G is not None:
-            u *= tl.exp(G_end - G_n)[:, None]
-            x *= tl.exp(G_end)
+            u *= tl.load(G + index * 4 * C + C + i)[:, None]
+            x *= tl.load(G + index * 4 * C + C - 1)
         x += tl.dot(bT, u.to(dtype), input_precision=PREC)
     if SCAN:
         tl.store(built + (bh * n_segments + segment) * K * V + at, x, inside)
@@ -217,7 +248,7 @@ def forward(
 @triton.jit
 def reverse(
     q, a, b, do, dux, beta, G, Ti, P, end, R, dS, dstart, built, Phi,
-    scale, T, H, group, n_segments, n_columns,
+    cu_seqlens, first_slots, scale, T, H, group, n_segments, n_columns,
     q_b, q_t, q_h, a_b, a_t, a_h, b_b, b_t, b_h, do_b, do_t, do_h,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
     SCAN: tl.constexpr,
@@ -232,8 +263,7 @@ def reverse(
     segment = (pid // n_columns) % n_segments
     bh = pid // n_columns // n_segments
     h = bh % H
-    i_b = bh // H
-    N = tl.cdiv(T, C)
+    i_b, first, behind, slot, N = _sequence(bh // H, cu_seqlens, first_slots, T, C)
     per = tl.cdiv(N, n_segments)
     q += i_b * q_b + h // group * q_h
     a += i_b * a_b + h // group * a_h
@@ -256,36 +286,34 @@ def reverse(
             phi = tl.load(Phi + s * K * K + square, (k < K)[:, None] & (k < K)[None, :], 0.0)
             added = tl.load(built + s * K * V + at, inside, 0.0)
             x = added + tl.dot(tl.trans(phi), x, input_precision="tf32x3")
-    first = segment * per
-    last = tl.minimum(N, first + per) - 1
-    for step in range(last - first + 1):
+    last = tl.minimum(N, segment * per + per) - 1
+    for step in range(last - segment * per + 1):
         n = last - step
-        index = (i_b * N + n) * H + h
-        t = n * C + i
+        index = (slot + n) * H + h
+        t = first + n * C + i
         x_n = x.to(dtype)
-        a_n = _load(a, t, a_t, k, T, K)
-        du = tl.dot(a_n if b is None else _load(b, t, b_t, k, T, K), x_n, input_precision=PREC)
+        a_n = _load(a, t, a_t, k, behind, K)
+        du = tl.dot(a_n if b is None else _load(b, t, b_t, k, behind, K), x_n, input_precision=PREC)
         if G is not None:
-            G_n = tl.load(G + index * C + i)
-            G_end = tl.load(G + index * C + C - 1)
-            du *= tl.exp(G_end - G_n)[:, None]
-        do_n = _load(do, t, do_t, j, T, V)
+            Ga = tl.load(G + index * 4 * C + i)
+            du *= tl.load(G + index * 4 * C + C + i)[:, None]
+        do_n = _load(do, t, do_t, j, behind, V)
         du += scale * tl.dot(tl.trans(_tile(P + index * C * C, i, i, C)), do_n, input_precision=PREC)
         if dux is not None:
             rows = ((i_b * T + t) * H + h)[:, None] * V
-            du += tl.load(dux + rows + j[None, :], (t < T)[:, None] & (j < V)[None, :], 0.0)
+            du += tl.load(dux + rows + j[None, :], (t < behind)[:, None] & (j < V)[None, :], 0.0)
         r = tl.dot(tl.trans(_tile(Ti + index * C * C, i, i, C)), du.to(dtype), input_precision=PREC)
         if not SCAN:
             tl.store(R + index * C * V + i[:, None] * V + j[None, :], r, (j < V)[None, :])
             tl.store(dS + index * K * V + at, x_n, inside)
         if beta is not None:
-            r *= tl.load(beta + (i_b * T + t) * H + h, t < T, 0.0)[:, None]
+            r *= tl.load(beta + (i_b * T + t) * H + h, t < behind, 0.0)[:, None]
         into = do_n.to(tl.float32) * scale
         if G is not None:
-            r *= tl.exp(G_n)[:, None]
-            into *= tl.exp(G_n)[:, None]
-            x *= tl.exp(G_end)
-        x += tl.dot(tl.trans(_load(q, t, q_t, k, T, K)), into.to(dtype), input_precision=PREC)
+            r *= Ga[:, None]
+            into *= Ga[:, None]
+            x *= tl.load(G + index * 4 * C + C - 1)
+        x += tl.dot(tl.trans(_load(q, t, q_t, k, behind, K)), into.to(dtype), input_precision=PREC)
         x -= tl.dot(tl.trans(a_n), r.to(dtype), input_precision=PREC)
     if SCAN:
         tl.store(built + (bh * n_segments + segment) * K * V + at, x, inside)
@@ -296,16 +324,13 @@ def reverse(
 @triton.jit
 def gradients(
     q, a, b, v, do, beta, g, G, U, S, R, dS, dq, da, db, dv, dbeta, dg,
-    scale, T, H, group,
+    slots, scale, T, H, group,
     q_b, q_t, q_h, a_b, a_t, a_h, b_b, b_t, b_h, v_b, v_t, v_h, do_b, do_t, do_h,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Every gradient of one chunk of one head, from the chunk's U, S, R and dS'. Suffix T: transposed."""
     index = tl.program_id(0).to(tl.int64)
-    N = tl.cdiv(T, C)
-    h = index % H
-    n = (index // H) % N
-    i_b = index // (H * N)
+    i_b, h, start, end = _place(index, slots, T, H, C)
     q += i_b * q_b + h // group * q_h
     a += i_b * a_b + h // group * a_h
     if b is not None:
@@ -318,18 +343,18 @@ def gradients(
     dS += index * K * V
     dtype = a.dtype.element_ty
     i = tl.arange(0, C)
-    t = n * C + i
+    t = start + i
     heads = (i_b * T + t) * H + h
     lower = i[:, None] > i[None, :]
     upper = i[:, None] < i[None, :]
     diagonal = i[:, None] == i[None, :]
     beta_n = tl.full([C], 1.0, tl.float32)
     if beta is not None:
-        beta_n = tl.load(beta + heads, t < T, 0.0)
-    k = tl.arange(0, BK)
-    a_k = _load(a, t, a_t, k, T, K)  # early: the first products then hide the wait
-    q_k = _load(q, t, q_t, k, T, K)
-    b_k = a_k if b is None else _load(b, t, b_t, k, T, K)
+        beta_n = tl.load(beta + heads, t < end, 0.0)
+    k = tl.arange(0, BK).to(tl.int64)
+    a_k = _load(a, t, a_t, k, end, K)  # early: the first products then hide the wait
+    q_k = _load(q, t, q_t, k, end, K)
+    b_k = a_k if b is None else _load(b, t, b_t, k, end, K)
     S_n = _load(S, k, V, tl.arange(0, BV), K, V)
     dS_n = _load(dS, k, V, tl.arange(0, BV), K, V)
     ru = tl.zeros([C, C], tl.float32)
@@ -341,27 +366,26 @@ def gradients(
         j = v0 + tl.arange(0, BV)
         r = _tile(R, i, j, V)
         u = _tile(U, i, j, V).to(dtype)
-        do_n = _load(do, t, do_t, j, T, V)
+        do_n = _load(do, t, do_t, j, end, V)
         ru += tl.dot(r, tl.trans(u), input_precision=PREC)
         ruT += tl.dot(u, tl.trans(r), input_precision=PREC)
         ou += tl.dot(do_n, tl.trans(u), input_precision=PREC)
         ouT += tl.dot(u, tl.trans(do_n), input_precision=PREC)
         r_wide = r.to(tl.float32)
         if beta is not None:
-            dbeta_n += tl.sum(r_wide * _load(v, t, v_t, j, T, V).to(tl.float32), 1)
-        tl.store(dv + heads[:, None] * V + j[None, :], beta_n[:, None] * r_wide, (t < T)[:, None] & (j < V)[None, :])
+            dbeta_n += tl.sum(r_wide * _load(v, t, v_t, j, end, V).to(tl.float32), 1)
+        tl.store(dv + heads[:, None] * V + j[None, :], beta_n[:, None] * r_wide, (t < end)[:, None] & (j < V)[None, :])
     if G is not None:
-        G_n = tl.load(G + index * C + i)
-        G_end = tl.load(G + index * C + C - 1)
-        gap = G_n[:, None] - G_n[None, :]
+        G += index * 4 * C
+        Ga, tail, whole = tl.load(G + i), tl.load(G + C + i), tl.load(G + C - 1)
+        coarse, fine = tl.load(G + 2 * C + i), tl.load(G + 3 * C + i)
+        gap = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
         D = tl.exp(tl.where(lower, gap, 0.0))
         DT = tl.exp(tl.where(upper, -gap, 0.0))
         ru *= D
         ou *= D
         ruT *= DT
         ouT *= DT
-        Ga = tl.exp(G_n)
-        tail = tl.exp(G_end - G_n)
     Nb = tl.where(lower, -beta_n[:, None] * ru, 0.0).to(dtype)
     NT = tl.where(upper, -ruT, 0.0).to(dtype)
     Z = tl.where(lower | diagonal, scale * ou, 0.0).to(dtype)
@@ -369,12 +393,12 @@ def gradients(
     dG = tl.zeros([C], tl.float32)
     at_end = 0.0
     for k0 in range(0, K, BK):
-        k = k0 + tl.arange(0, BK)
+        k = k0 + tl.arange(0, BK).to(tl.int64)
         a_n, q_n = tl.trans(a_k), tl.trans(q_k)
         b_n = a_n if b is None else tl.trans(b_k)
-        a_k = _load(a, t, a_t, k + BK, T, K)
-        q_k = _load(q, t, q_t, k + BK, T, K)
-        b_k = a_k if b is None else _load(b, t, b_t, k + BK, T, K)
+        a_k = _load(a, t, a_t, k + BK, end, K)
+        q_k = _load(q, t, q_t, k + BK, end, K)
+        b_k = a_k if b is None else _load(b, t, b_t, k + BK, end, K)
         q_in = tl.zeros([BK, C], tl.float32)
         a_in = tl.zeros([BK, C], tl.float32)
         b_in = tl.zeros([BK, C], tl.float32)
@@ -385,12 +409,12 @@ def gradients(
                 dS_n = _load(dS, k, V, j, K, V)
                 r = _tile(R, i, j, V)
                 u = _tile(U, i, j, V).to(dtype)
-                do_n = _load(do, t, do_t, j, T, V)
+                do_n = _load(do, t, do_t, j, end, V)
             q_in += tl.dot(S_n, tl.trans(do_n), input_precision=PREC)
             a_in += tl.dot(S_n, tl.trans(r), input_precision=PREC)
             b_in += tl.dot(dS_n, tl.trans(u), input_precision=PREC)
             if G is not None:
-                at_end += tl.exp(G_end) * tl.sum(S_n.to(tl.float32) * dS_n.to(tl.float32))
+                at_end += whole * tl.sum(S_n.to(tl.float32) * dS_n.to(tl.float32))
         if V <= BV:
             S_n = _load(S, k + BK, V, tl.arange(0, BV), K, V)
             dS_n = _load(dS, k + BK, V, tl.arange(0, BV), K, V)
@@ -409,7 +433,7 @@ def gradients(
             dbeta_n += tl.sum(a_wide * da1, 0)
         if G is not None:
             dG += tl.sum(q_n.to(tl.float32) * dqT + a_wide * daT - b_n.to(tl.float32) * dbT, 0)
-        inside = (k < K)[:, None] & (t < T)[None, :]
+        inside = (k < K)[:, None] & (t < end)[None, :]
         at = heads[None, :] * K + k[:, None]
         tl.store(dq + at, dqT, inside)
         if b is None:
@@ -418,8 +442,8 @@ def gradients(
             tl.store(db + at, dbT, inside)
         tl.store(da + at, daT, inside)
     if beta is not None:
-        tl.store(dbeta + heads, dbeta_n, t < T)
+        tl.store(dbeta + heads, dbeta_n, t < end)
     if G is not None:
         dG += tl.where(i == C - 1, at_end, 0.0)
-        held = tl.load(g + heads, t < T, 0.0) < _G_MIN  # taken as the floor: no gradient
-        tl.store(dg + heads, tl.where(held, 0.0, tl.cumsum(dG, 0, reverse=True)), t < T)
+        held = tl.load(g + heads, t < end, 0.0) < _G_MIN  # taken as the floor: no gradient
+        tl.store(dg + heads, tl.where(held, 0.0, tl.cumsum(dG, 0, reverse=True)), t < end)

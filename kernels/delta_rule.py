@@ -19,6 +19,7 @@ Letters: B batch, T time, H heads, J = B * H, N chunks, C chunk length, K key wi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -240,22 +241,27 @@ def delta_rule(
     scale: float,
     residual: str | None = None,
     initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """o (B, T, H, V) in q's dtype, the final state (B, H, K, V), and the residual if asked for.
 
     q, a, b (B, T, Hk, K) with H a multiple of Hk; b None: b = a. v (B, T, H, V). beta, g (B, T, H); None: 1 and 0.
-    g <= 0, -inf allowed. `residual`: "norm" gives |u|_2 (B, T, H), not differentiable; "full" gives u itself.
+    g <= 0, -inf allowed. `residual`: "norm" gives |u|_2 (B, T, H), not differentiable; "full" gives u itself. Packed:
+    B = 1, and sequence n is the tokens from `cu_seqlens`[n] to before [n + 1], integers on v's device; a state each.
     """
     B, T, H, V = v.shape
-    _check(q, a, b, v, beta, g, residual, initial_state)
+    _check(q, a, b, v, beta, g, residual, initial_state, cu_seqlens)
     heads = (q.shape[-1], V)
     impl = resolve(impl, "delta_rule", triton_unfit(q, a, b, v, beta, g, initial_state, heads=heads))
     if impl == "triton":
         from kernels import _delta_rule  # Triton is not everywhere
 
-        o, S, extra = _delta_rule.delta_rule(q, a, b, v, beta, g, initial_state, scale, residual)
+        o, S, extra = _delta_rule.delta_rule(q, a, b, v, beta, g, initial_state, scale, residual, cu_seqlens)
         return o.to(q.dtype), S, extra
+    if cu_seqlens is not None:
+        inputs = (q, a, b, v, beta, g)
+        return _one_by_one(inputs, initial_state, cu_seqlens, residual=residual, scale=scale, impl=impl)
     dtype, acc = q.dtype, accumulator(q, v)
     q, a = (repeat_heads(x.to(acc), H) for x in (q, a))
     b = None if b is None else repeat_heads(b.to(acc), H)
@@ -278,6 +284,34 @@ def delta_rule(
     return o.to(dtype), S, (u if residual == "full" else None)
 
 
+def _one_by_one(
+    inputs: tuple[Tensor | None, ...],
+    state: Tensor | None,
+    cu_seqlens: Tensor,
+    *,
+    residual: str | None,
+    **settings: Any,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What packing means: each sequence by itself. An empty one leaves its state as it is."""
+    q, v = inputs[0], inputs[3]
+    assert q is not None
+    assert v is not None
+    _, _, H, V = v.shape
+    acc = accumulator(q, v)
+    out, ends, extras = [v.new_empty(1, 0, H, V, dtype=q.dtype)], [], [v.new_empty(1, 0, H, V, dtype=acc)]
+    if residual == "norm":
+        extras = [extras[0][..., 0]]
+    for n, (first, behind) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        end = v.new_zeros(1, H, q.shape[-1], V, dtype=acc) if state is None else state[n : n + 1].to(acc)
+        if first < behind:
+            part = [None if x is None else x[:, first:behind] for x in inputs]
+            o, end, extra = delta_rule(*part, residual=residual, initial_state=end, **settings)  # type: ignore[arg-type]
+            out.append(o)
+            extras += [] if extra is None else [extra]
+        ends.append(end)
+    return torch.cat(out, 1), torch.cat(ends), None if residual is None else torch.cat(extras, 1)
+
+
 def _check(
     q: Tensor,
     a: Tensor,
@@ -287,6 +321,7 @@ def _check(
     g: Tensor | None,
     residual: str | None,
     state: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> None:
     B, T, H, V = v.shape
     _, _, Hk, K = q.shape
@@ -299,8 +334,15 @@ def _check(
     for name, x in (("beta", beta), ("g", g)):
         if x is not None:
             check("delta_rule", name, x, (B, T, H))
+    N = B
+    if cu_seqlens is not None:
+        N = cu_seqlens.shape[0] - 1
+        if B != 1 or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.device != v.device:
+            raise ValueError(
+                "delta_rule: cu_seqlens packs sequences into a batch of 1; it is a line of integers on the device of v"
+            )
     if state is not None:
-        check("delta_rule", "initial_state", state, (B, H, K, V))
+        check("delta_rule", "initial_state", state, (N, H, K, V))
     if residual not in (None, "norm", "full"):
         raise ValueError(f"delta_rule: residual={residual!r} should be None, 'norm' or 'full'")
 

@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels import _launch, _linear_attention, delta_rule, linear_attention
+from kernels import _delta_rule, _launch, _linear_attention, delta_rule, linear_attention
 
 TRITON_RUN = JITFunction.run
 NEWEST_DRIVER = 99_000
@@ -149,13 +149,17 @@ def run_linear_attention(
     (o.sum() + sum(x.sum() for x in (end if isinstance(end, tuple) else (end,)))).backward()
 
 
-def run_delta_rule(K: int, V: int, dtype: str, gated: bool = True, apart: bool = False) -> None:
+def run_delta_rule(
+    K: int, V: int, dtype: str, gated: bool = True, apart: bool = False, segments: int = 1, packed: bool = False
+) -> None:
     B, T, H, Hk = 1, 100, 2, 1
+    _delta_rule.n_segments = lambda *_: segments
     q, a, b = (draw(dtype, B, T, Hk, K) for _ in range(3))
     beta, g = draw("float32", B, T, H), draw("float32", B, T, H) if gated else None
     o, S, _ = delta_rule.delta_rule(
-        q, a, b if apart else None, draw(dtype, B, T, H, V), beta, g, scale=0.5, residual="norm", impl="triton"
-    )
+        q, a, b if apart else None, draw(dtype, B, T, H, V), beta, g, scale=0.5, residual="norm", impl="triton",
+        cu_seqlens=torch.tensor([0, 40, T]) if packed else None,
+    )  # fmt: skip
     (o.sum() + S.sum()).backward()
 
 

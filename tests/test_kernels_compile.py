@@ -24,8 +24,15 @@ FAST = [
     ("linear_attention", {"K": 64, "V": 64, "dtype": "bfloat16", "decay": "none", "segments": 2}),
     ("linear_attention", {"K": 33, "V": 16, "dtype": "bfloat16", "decay": "token", "normalize": True, "start": True}),
     ("linear_attention", {"K": 16, "V": 16, "dtype": "float32", "decay": "channel", "start": True}),
+    ("delta_rule", {"K": 64, "V": 64, "dtype": "bfloat16", "segments": 2}),
+    ("delta_rule", {"K": 33, "V": 16, "dtype": "float32", "gated": False, "apart": True}),
 ]
 WIDE = [
+    ("delta_rule", {"K": 64, "V": 64, "dtype": "bfloat16", "apart": True, "packed": True}),
+    ("delta_rule", {"K": 128, "V": 128, "dtype": "bfloat16", "gated": False, "segments": 2}),
+    ("delta_rule", {"K": 128, "V": 128, "dtype": "float16", "apart": True}),
+    ("delta_rule", {"K": 256, "V": 256, "dtype": "bfloat16"}),
+    ("delta_rule", {"K": 256, "V": 256, "dtype": "float32", "gated": False}),
     ("linear_attention", {"K": 64, "V": 64, "dtype": "float32", "decay": "token", "normalize": True, "start": True}),
     ("linear_attention", {"K": 128, "V": 128, "dtype": "bfloat16", "decay": "token", "segments": 2}),
     ("linear_attention", {"K": 256, "V": 256, "dtype": "bfloat16", "decay": "none", "start": True}),
