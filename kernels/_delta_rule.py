@@ -41,9 +41,10 @@ def blocks(T: int, K: int, V: int, dtype: torch.dtype) -> Blocks:
     """The launch table, a plain function of shapes.
 
     Measured on an H200, 2026-11-30, bf16, no gate, forward and backward in a CUDA graph, ms; the choice comes first.
-    (64, 256, 2, 64): 3 stages 0.059, 2 0.073, 1 0.071. (1, 131072, 16, 64): 4 warps 4.2, 8 5.3; 4 tile warps 3.6, 8 4.4;
-    128 columns a scan 3.6, 64 3.7; 64 value columns 4.2, 32 4.6. (8, 2048, 16, 128): 1 stage 1.00, 2 1.03; 4 warps 1.19,
-    8 1.30; 8 tile warps 1.00, 4 1.23; 128 columns a V tile 1.19, 64 1.22; 64 columns a K tile 1.19, 32 1.35.
+    (64, 256, 2, 64): 3 stages 0.059, 2 0.073, 1 0.071. (1, 131072, 16, 64): 4 warps 4.2, 8 5.3; 4 tile warps 3.6,
+    8 4.4; 128 columns a scan 3.6, 64 3.7; 64 value columns 4.2, 32 4.6. (8, 2048, 16, 128): 1 stage 1.00, 2 1.03;
+    4 warps 1.19, 8 1.30; 8 tile warps 1.00, 4 1.23; 128 columns a V tile 1.19, 64 1.22; 64 columns a K tile 1.19,
+    32 1.35.
     """
     padded_K, padded_V = padded(K), padded(V)
     wide = dtype == torch.float32
