@@ -337,8 +337,9 @@ def test_a_launch_packs_by_what_its_first_trial_shows_and_a_later_one_knows(
     assert [job.measure for job in used.jobs] == ["memory"] * 4, "what was learned stays in the store"
 
 
+@pytest.mark.parametrize("oom", [0, "split"])
 def test_memory_that_runs_out_beside_others_costs_no_try_and_no_half_batch(
-    tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch, oom: int | str
 ) -> None:
     store, crowd, failed = stores.make(tmp_path / "runs"), Crowd(), []
 
@@ -350,8 +351,9 @@ def test_memory_that_runs_out_beside_others_costs_no_try_and_no_half_batch(
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     fake.before_step = step
-    summary, used, lines = launch(store, monkeypatch, reading(1, 0.3, whole=False), retry={"oom": 0})
+    summary, used, lines = launch(store, monkeypatch, reading(1, 0.3, whole=False), retry={"oom": oom})
     assert (summary.exit_code, summary.counts, len(failed)) == (Exit.OK, {"complete": 8}, 1)
+    assert {job.micro_batch for job in used.jobs} == {None}
     assert sum("out of memory beside others; trying again with a card to itself" in line for line in lines) == 1
     again = [job for job in used.jobs if job.trial.id == failed[0]]
     assert [job.attempt for job in again] == [1, 2]
