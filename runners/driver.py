@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sqlalchemy.exc import OperationalError
 
+from runners import places
 from runners.budget import Budget
 from runners.launching import Launch, Say
 from runners.ledger import Ledger
@@ -39,6 +40,8 @@ def launch(
     for_s: float | None = None,
     resolve: Resolve | None = None,
     stale: str = "keep",
+    address: str | None = None,
+    shared: str | None = None,
 ) -> Summary:
     """Run what is missing of `plan` and return when every selected trial has ended, here or in another driver.
 
@@ -46,6 +49,8 @@ def launch(
     in 10 s; `resolve` = what makes trials of suggested values, for a plan that searches.
     `stale` = what becomes of trials that other code than today's made: keep, or rerun them afresh.
     `for_s` = seconds after which it stops at a checkpoint, as it does when the plan's budget is spent: exit code 4.
+    `address` = a Ray cluster to run on instead of this machine; `shared` = storage that its nodes reach, where they do
+    not see the store (`runners/shared.py`).
     Raises `UserError` where nothing can be run, or where store or ledger fail meanwhile. SIGINT, SIGTERM and SIGHUP
     end it at a checkpoint, exit code 130.
     """
@@ -57,29 +62,31 @@ def launch(
     record.resolve_uri(opened, tracking_uri)
     if shutil.disk_usage(opened.root).free < 2**27:
         raise UserError(f"less than 128 MiB are free below {opened.root}", Exit.ENVIRONMENT)
-    given = share(plan.resources, executor, jobs)
-    ledger = Ledger.open(opened)
-    owner = Owner.me()
-    ledger.register(owner)
-    try:
-        budget = _budget(plan, given, for_s, say)
-        rerun = stale == "rerun"
-        launched = Launch(plan, opened, ledger, owner, given, only, failed, say, budget, resolve, rerun)
-        return launched.run(executor, tracking_uri, tty)
-    except BrokenPipeError:
-        raise  # whoever read what `say` printed has gone
-    except (OSError, OperationalError) as error:
-        # Trials tell of their own trouble; this is the driver's: a full disk, a folder or a database that went away.
-        reason = error.orig if isinstance(error, OperationalError) else error
-        raise UserError(
-            f"the launch could not go on: {reason} (store {opened.root}). What was committed is safe: mend the cause, "
-            "and the same command goes on",
-            Exit.ENVIRONMENT,
-        ) from error
-    finally:
-        with contextlib.suppress(Exception):
-            ledger.leave(owner)
-        ledger.close()
+    with places.reach(plan, opened, executor, address, shared, say) as place:
+        given = share(plan.resources, executor, jobs, place.machine)
+        places.look_over(place, opened)
+        ledger = Ledger.open(opened)
+        owner = Owner.me()
+        ledger.register(owner)
+        try:
+            budget = _budget(plan, given, for_s, say)
+            rerun = stale == "rerun"
+            launched = Launch(plan, opened, ledger, owner, given, only, failed, say, budget, resolve, rerun, place)
+            return launched.run(executor, tracking_uri, tty)
+        except BrokenPipeError:
+            raise  # whoever read what `say` printed has gone
+        except (OSError, OperationalError) as error:
+            # Trials tell of their own trouble; this is the driver's: a full disk, a folder or a database that went.
+            reason = error.orig if isinstance(error, OperationalError) else error
+            raise UserError(
+                f"the launch could not go on: {reason} (store {opened.root}). What was committed is safe: mend the "
+                "cause, and the same command goes on",
+                Exit.ENVIRONMENT,
+            ) from error
+        finally:
+            with contextlib.suppress(Exception):
+                ledger.leave(owner)
+            ledger.close()
 
 
 def _budget(plan: Plan, given: Share, for_s: float | None, say: Say) -> Budget:

@@ -26,7 +26,7 @@ from runners.members import Members
 from runners.owner import Owner
 from runners.progress import Display, Pace, Tally
 from runners.rerun import Rerun
-from runners.resources import Share, make_executor, remember
+from runners.resources import Place, Share, make_executor, remember
 from runners.retry import Retries, is_disk_full
 from runners.schema import Exit, Failure, Job, Member, Outcome, Plan, Status, UserError
 from runners.search import Resolve
@@ -71,12 +71,14 @@ class Launch:
         budget: Budget | None = None,
         resolve: Resolve | None = None,
         rerun_stale: bool = False,
+        place: Place | None = None,
     ) -> None:
         self.plan, self.store, self.ledger, self.owner = plan, store, ledger, owner
         spans = functools.partial(ledger.spans, plan.sweep, without=owner.uuid)
         self.allowance = Allowance(budget or Budget(), spans, self._own_spans)
         self.cards = Cards(given, store)
         self.given, self.only, self.failed, self.say = given, only, failed, say
+        self.place = place or Place(say=say)
         self._lock = threading.RLock()
         self._members = Members(plan, store, only, resolve)
         self._queue: deque[Member] = deque()
@@ -127,6 +129,8 @@ class Launch:
         remember(self.store.revision_folder(self.plan.sweep, self.revision), self.given)
         if is_new and self.revision > 1:
             self._tell_dropped()
+        if self.place.shared is not None:
+            self.place.shared.collect(self.store, self._is_held)
         members = self._members.begin()
         self.ledger.add_members(self.plan.sweep, self.revision, self._members.made(), len(self.plan.members))
         planned = replace(self.plan, members=members)
@@ -140,6 +144,10 @@ class Launch:
             trained = (item.member.trial for item in found if item.need in (Need.NOTHING, Need.EVALUATE))
             self._retries.learn(self.store, trained)
         return found
+
+    def _is_held(self, trial_id: str) -> bool:
+        row = self.ledger.row(trial_id)
+        return row is not None and row.owner is not None
 
     def _tell_dropped(self) -> None:
         _, before = self.store.plan(self.plan.sweep, self.revision - 1)
@@ -187,7 +195,7 @@ class Launch:
 
     def _work(self, executor: str) -> None:
         self._began = time.monotonic()
-        with make_executor(executor, self.given) as runner:
+        with make_executor(executor, self.given, self.place) as runner:
             while not self._stopped_by:
                 runner.run(self.next_job, self.done, should_stop=self.should_stop, tick=self.tick)
                 self._look_elsewhere()

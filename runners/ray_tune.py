@@ -37,13 +37,18 @@ import ray  # noqa: E402
 from ray import tune  # noqa: E402
 from ray.tune.search import Searcher  # noqa: E402
 
+from runners import code, ray_cluster  # noqa: E402
+from runners.resources import Place, Share  # noqa: E402
 from runners.schema import EvalSlice, Failure, Job, Outcome, Rungs, Status, Trial  # noqa: E402
 from runners.scratch import make as make_scratch  # noqa: E402
+from runners.shared import JOB_FILE, STOP_FILE, Courier, Shared, patiently  # noqa: E402
 from runners.store import read_json, write_json, write_text  # noqa: E402
 from runners.trial import began, read_outcome, run_job, write_outcome  # noqa: E402
 
-JOB_FILE = "job.json"
-STOP_FILE = "stop"
+SHARED_S = 60.0
+"""How long the driver waits for shared storage that is away, a job at a time."""
+NODE_FILE = "node.json"
+"""In an attempt's folder: Ray's name of the node it ran on."""
 _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Ray takes 127.0.0.1 to mean the address that the network sees; the next one it leaves alone."""
 _ROOT = str(Path(__file__).resolve().parent.parent)
@@ -65,22 +70,49 @@ def read_job(path: Path) -> Job:
 
 
 class Worker(tune.Trainable):
-    """An actor: one step is one whole job."""
+    """An actor: one step is one whole job, in the store's own folder or in a copy that is mirrored back."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        self.job = Path(config["job"])
+        self.task = config
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        self.job = Path(new_config["job"])
+        self.task = new_config
         return True
 
     def step(self) -> dict[str, Any]:
-        job, folder = read_job(self.job), self.job.parent
-        with _output_to(folder / "log.txt"):
-            outcome = run_job(job, should_stop=(folder / STOP_FILE).exists)
+        with self._job() as job:
+            folder = Path(job.folder) / "attempts" / str(job.attempt)
+            node = {"node": ray.get_runtime_context().get_node_id(), "ip": ray.util.get_node_ip_address()}
+            write_json(folder / NODE_FILE, node, durable=False)
+            with _output_to(folder / "log.txt"):
+                outcome = self._run(job, folder)
         if outcome.status == Status.FAILED:
             raise JobFailedError(outcome.error)  # ends the process: what failed may have left it in any state
         return {"done": True}
+
+    @contextlib.contextmanager
+    def _job(self) -> Iterator[Job]:
+        path, shared = Path(self.task["job"]), self.task.get("shared")
+        if shared is None:
+            yield read_job(path)
+            return
+        scratch = make_scratch()
+        try:
+            with shared.working_copy(self.task["trial"], int(path.parent.name), scratch) as folder:
+                yield dataclasses.replace(
+                    read_job(folder / "attempts" / path.parent.name / JOB_FILE), folder=str(folder)
+                )
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _run(self, job: Job, folder: Path) -> Outcome:
+        try:
+            code.check()
+        except code.OtherCodeError as problem:
+            outcome = Outcome(job.trial.id, job.attempt, Status.FAILED, Failure.INFRA, str(problem), seconds=0.0)
+            write_outcome(folder, outcome)
+            return outcome
+        return run_job(job, should_stop=(folder / STOP_FILE).exists)
 
 
 class JobFailedError(Exception):
@@ -107,10 +139,14 @@ class _Jobs(Searcher):
     """Tune asks here for the next trial and says here that one has ended. Called in Tune's thread."""
 
     def __init__(
-        self, next_job: Callable[[], Job | None], done: Callable[[Outcome], None], should_stop: Callable[[], bool]
+        self,
+        next_job: Callable[[], Job | None],
+        done: Callable[[Outcome], None],
+        should_stop: Callable[[], bool],
+        shared: Shared | None = None,
     ) -> None:
         super().__init__()
-        self._next, self._done, self._should_stop = next_job, done, should_stop
+        self._next, self._done, self._should_stop, self._shared = next_job, done, should_stop, shared
         self.running: dict[str, Job] = {}
         self.problem: BaseException | None = None
 
@@ -125,15 +161,36 @@ class _Jobs(Searcher):
                 job = self._next()
         if job is not None:
             self.running[trial_id] = job
-            return {"job": str(write_job(job))}
+            return self._hand_over(job)
         # A trial that is still running may yet come back to be tried again: the end is when none is.
         return None if self.running else Searcher.FINISHED
+
+    def _hand_over(self, job: Job) -> dict[str, Any]:
+        path, shared = write_job(job), self._shared
+        if shared is None:
+            return {"job": str(path)}
+        with contextlib.suppress(OSError):  # then its worker finds no job, and the trial is tried again
+            patiently(lambda: shared.send(job, path.read_bytes()), SHARED_S)
+        return {"job": str(path), "trial": job.trial.id, "shared": shared}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         job = self.running.pop(trial_id, None)
         if job is not None:
             with self._keeping_problems():
-                self._done(outcome_of(job))
+                self._done(self._outcome(job))
+
+    def _outcome(self, job: Job) -> Outcome:
+        if self._shared is None:
+            return outcome_of(job)
+        shared, folder = self._shared, Path(job.folder)
+        with contextlib.suppress(OSError):  # then what was received before has to do
+            patiently(lambda: shared.receive(folder, job.trial.id, job.attempt), SHARED_S)
+        is_told = read_outcome(folder, job.trial.id, job.attempt) is not None
+        outcome = outcome_of(job)
+        if is_told:
+            with contextlib.suppress(Exception):  # a later launch clears up
+                shared.close(job.trial.id, job.attempt)
+        return outcome
 
     def close(self) -> None:
         """Report what Tune left without a word."""
@@ -160,7 +217,7 @@ def outcome_of(job: Job) -> Outcome:
     outcome = read_outcome(folder, job.trial.id, job.attempt)
     if outcome is None:
         attempt = folder / "attempts" / str(job.attempt)
-        error = "the worker process died (killed from outside, or out of memory), or its folder took no outcome"
+        error = _last_words(read_json(attempt / NODE_FILE) or {})
         began_at = began(folder, job.attempt)
         seconds = 0.0 if began_at is None else max(0.0, time.time() - began_at)
         outcome = Outcome(job.trial.id, job.attempt, Status.FAILED, Failure.INFRA, error, seconds=seconds)
@@ -171,16 +228,26 @@ def outcome_of(job: Job) -> Outcome:
     return outcome
 
 
+def _last_words(node: dict[str, str]) -> str:
+    """Why a worker may have ended without a word; `node` is where it ran, if it began."""
+    if node and ray_cluster.is_lost(node["node"]):
+        return f"node {node['ip']} left the cluster: it died, hung, or could not be reached"
+    where, more = ("", "") if node.get("ip") in (None, _LOOPBACK) else (f" on node {node['ip']}", ", or with its node")
+    return f"the worker process died{where} (killed from outside, out of memory{more}), or its folder took no outcome"
+
+
 class RayExecutor:
-    """A local Ray, started on first use and shut down at the end. Its processes meet on the loopback address.
+    """A local Ray, started on first use and shut down at the end, or the cluster that `place` names, left as it is.
 
-    Not covered: Ray's own servers still listen on every interface; what they ask of a caller is Ray's token.
+    A local one's processes meet on the loopback address. Not covered: Ray's own servers still listen on every
+    interface; what they ask of a caller is Ray's token.
 
-    `slots` trials run at once, each with `threads` CPU threads and `gpu` of a card (of `gpus` in all).
+    `given.slots` trials run at once, each with `given.threads` CPU threads and `gpu` of a card (of `gpus` in all).
     """
 
-    def __init__(self, *, slots: int, threads: int, gpus: int, gpu: float) -> None:
-        self.slots, self._threads, self._gpus, self._gpu = slots, threads, gpus, gpu
+    def __init__(self, given: Share, place: Place, *, gpus: int, gpu: float) -> None:
+        self.slots, self._threads, self._gpus, self._gpu = given.slots, given.threads, gpus, gpu
+        self._place = place
         self._scratch: Path | None = None
         self._rounds = 0
 
@@ -189,7 +256,8 @@ class RayExecutor:
 
     def __exit__(self, *_: object) -> None:
         if self._scratch is not None:
-            ray.shutdown()
+            if self._place.cluster is None:
+                ray.shutdown()
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
 
@@ -206,7 +274,8 @@ class RayExecutor:
         if first is None:
             return
         queue = [first]
-        jobs = _Jobs(lambda: queue.pop() if queue else next_job(), done, should_stop)
+        shared = self._place.shared
+        jobs = _Jobs(lambda: queue.pop() if queue else next_job(), done, should_stop, shared)
         self._start()
         if should_stop():
             tick()
@@ -215,12 +284,17 @@ class RayExecutor:
         tune_thread = threading.Thread(target=self._fit, args=(jobs,), name="tune", daemon=True)
         # Tune in a thread of its own: signals, lines and leases stay ours, and Tune leaves SIGINT alone.
         tune_thread.start()
-        while tune_thread.is_alive():
-            tune_thread.join(0.1)
-            if should_stop() or jobs.problem is not None:
-                for job in list(jobs.running.values()):
-                    (Path(job.folder) / "attempts" / str(job.attempt) / STOP_FILE).touch()
-            tick()
+        with Courier(shared, lambda: list(jobs.running.values()), self._place.say) as courier:
+            waiting = ray_cluster.Waiting(self._threads, self._gpu, self._place.say)
+            while tune_thread.is_alive():
+                tune_thread.join(0.1)
+                if should_stop() or jobs.problem is not None:
+                    for job in list(jobs.running.values()):
+                        (Path(job.folder) / "attempts" / str(job.attempt) / STOP_FILE).touch()
+                        courier.ask_to_stop(job)
+                if self._place.cluster is not None:
+                    waiting.look(list(jobs.running.values()))
+                tick()
         jobs.close()
         if jobs.problem is not None:
             raise jobs.problem
@@ -229,10 +303,14 @@ class RayExecutor:
         if self._scratch is not None:
             return
         self._scratch = make_scratch()
+        # A failed trial is told by us, once, with its log; Ray would add its own traceback.
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+        if self._place.cluster is not None:
+            return
         # Workers inherit these. Small operations run ten times slower when threads share a core.
         path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
         variables = {"OMP_NUM_THREADS": str(self._threads), "PYTHONPATH": path}
-        with _environment(variables), _own_signals(), _another_group():
+        with _environment(variables), own_signals(), _another_group():
             ray.init(
                 address="local",
                 num_cpus=self.slots * self._threads,
@@ -244,8 +322,13 @@ class RayExecutor:
                 _node_ip_address=_LOOPBACK,
                 _temp_dir=str(self._scratch),
             )
-        # A failed trial is told by us, once, with its log; Ray would add its own traceback.
-        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+
+    @property
+    def _waiting(self) -> int:
+        """Trials more than can run: an actor is kept for the next one only if that waits. On a cluster with room for
+        more than the slots it would not wait but run, so there each trial starts a process of its own."""
+        machine = self._place.machine
+        return 1 if machine is None or machine.fit(self._threads, self._gpu) <= self.slots else 0
 
     def _fit(self, jobs: _Jobs) -> None:
         self._rounds += 1
@@ -255,8 +338,7 @@ class RayExecutor:
                 tune_config=tune.TuneConfig(
                     search_alg=jobs,
                     num_samples=-1,
-                    # One more than can run: an actor is kept for the next trial only if one is waiting.
-                    max_concurrent_trials=self.slots + 1,
+                    max_concurrent_trials=self.slots + self._waiting,
                     reuse_actors=True,
                     trial_name_creator=lambda trial: trial.trial_id,
                     trial_dirname_creator=lambda trial: trial.trial_id,
@@ -272,7 +354,7 @@ class RayExecutor:
 
 
 @contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
+def own_signals() -> Iterator[None]:
     """Keep the caller's handlers: Ray puts its own in their place, and it exits at once.
 
     A SIGTERM that Ray's handler gets while Ray starts ends the start, and then goes to the caller's handler.

@@ -8,10 +8,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from runners.schema import Exit, Job, Outcome, UserError
 from runners.store import read_json, write_json
+
+if TYPE_CHECKING:
+    from runners.ray_cluster import Cluster
+    from runners.shared import Shared
 
 LAUNCH_FILE = "launch.json"
 """In a revision's folder: what its last launch was given besides the spec, for `sweep resume`."""
@@ -19,12 +23,23 @@ LAUNCH_FILE = "launch.json"
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is for trials: cores and usable GPUs of this machine, or of a cluster (`is_here` is then False)."""
+    """What there is for trials: cores and usable GPUs of this machine, or of a cluster (`is_here` is then False).
+
+    `nodes` are the (cores, GPUs) of a cluster's nodes; `cores` is then that of the largest, `gpus` the sum.
+    """
 
     cores: int
     gpus: int
     name: str = "this machine"
     is_here: bool = True
+    nodes: tuple[tuple[int, int], ...] = ()
+
+    def fit(self, threads: int, gpu: float = 0.0) -> int:
+        """How many trials with `threads` CPUs and `gpu` of a card run at once: each has to fit on one node."""
+        found = 0
+        for cores, gpus in self.nodes or ((self.cores, self.gpus),):
+            found += min(cores // threads, gpus * math.floor(1 / gpu + 1e-9)) if gpu else cores // threads
+        return found
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,19 @@ class Share:
         cards = f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}" if self.gpu else "CPU"
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         return f"{at_once} on {cards}, {threads} each"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a launch runs, if not on this machine alone: a cluster it has joined, storage between it and its nodes."""
+
+    cluster: Cluster | None = None
+    shared: Shared | None = None
+    say: Callable[[str], None] = print
+
+    @property
+    def machine(self) -> Machine | None:
+        return self.cluster.machine if self.cluster else None
 
 
 class Executor(Protocol):
@@ -86,12 +114,16 @@ def share(resources: Mapping[str, Any], executor: str, jobs: int | None, machine
         raise UserError(f"resources.gpu is {asked:g}, but there is no usable GPU on {machine.name}", Exit.ENVIRONMENT)
     if isinstance(asked, int | float) and asked > 1:
         raise UserError(f"resources.gpu is {asked:g}: one trial on several GPUs is not there yet; give 1 or less")
+    if not machine.cores:
+        raise UserError(f"{machine.name} has no node that takes trials now (ray status)", Exit.ENVIRONMENT)
     if threads > machine.cores:
-        raise UserError(f"resources.cpu is {threads}, but {machine.name} has {machine.cores} cores", Exit.ENVIRONMENT)
+        has = f"{machine.cores} cores" if machine.is_here else f"no node with more than {machine.cores} CPUs"
+        raise UserError(f"resources.cpu is {threads}, but {machine.name} has {has}", Exit.ENVIRONMENT)
     is_alone = executor == "inline" or bool(resources.get("alone"))
-    fit = max(1, machine.cores // threads)
+    fit = max(1, machine.fit(threads))
     if asked == 0 or not cards:
-        return Share(1 if is_alone else jobs or fit, threads, 0, 0.0, jobs=jobs)
+        most = jobs or fit if machine.is_here else min(jobs or fit, fit)
+        return Share(1 if is_alone else most, threads, 0, 0.0, jobs=jobs)
     if asked == "auto" and not is_alone and machine.is_here:
         # Each trial's own process keeps a core busy with launching kernels: more trials than cores only wait.
         return Share(min(jobs or fit, fit), threads, cards, 1.0, packed=True, jobs=jobs)
@@ -100,6 +132,13 @@ def share(resources: Mapping[str, Any], executor: str, jobs: int | None, machine
     if jobs and not is_alone:
         slots = jobs
         gpu = min(gpu, 1 / math.ceil(jobs / cards))
+    if not machine.is_here:  # there, unlike here, a CPU is counted too
+        slots = min(slots, machine.fit(threads, gpu))
+        if not slots:
+            what = f"{threads} CPUs beside a GPU"
+            raise UserError(
+                f"resources: a trial needs {what}, and no node of {machine.name} has them", Exit.ENVIRONMENT
+            )
     return Share(slots, threads, cards, gpu, jobs=jobs)
 
 
@@ -137,7 +176,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def make_executor(name: str, given: Share) -> AbstractContextManager[Executor]:
+def make_executor(name: str, given: Share, place: Place) -> AbstractContextManager[Executor]:
     """The executor of that name. Ray is imported only for its own."""
     if name == "inline":
         from runners.inline import InlineExecutor
@@ -146,4 +185,4 @@ def make_executor(name: str, given: Share) -> AbstractContextManager[Executor]:
     from runners.ray_tune import RayExecutor
 
     cards = (0, 0.0) if given.packed else (given.gpus, given.gpu)
-    return RayExecutor(slots=given.slots, threads=given.threads, gpus=cards[0], gpu=cards[1])
+    return RayExecutor(given, place, gpus=cards[0], gpu=cards[1])

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.util
+import json
 import os
 import platform
 import re
@@ -19,25 +21,42 @@ from typing import Any
 from runners.schema import Trial
 
 ROOMS = ("kernels", "mechanisms", "runners")
+DRIVER_VARIABLE = "MEMSWEEP_DRIVER"
+"""Environment variable of workers on a cluster, which have our code without its repository: what the driver knows of it
+(see `runners/code.py`), in JSON."""
 _HOME = Path(__file__).resolve().parent.parent
 
 
 def stamp(trial: Trial, device: str) -> dict[str, Any]:
     """The stamp of a trial that runs here on `device` ("cpu" or "cuda")."""
+    driver = driver_code()
     return {
-        "memsweep": _version("memsweep"),
-        "commit": commit(),
+        "memsweep": driver["memsweep"] if driver else version("memsweep"),
+        "commit": driver["commit"] if driver else commit(),
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "triton": _version("triton"),
+        "torch": version("torch"),
+        "triton": version("triton"),
         "device": device_name(device),
         "dtype": (trial.train or {}).get("dtype", "fp32"),
         "fingerprint": fingerprint(trial.mechanism["name"], trial.task["name"]),
     }
 
 
+def driver_code() -> dict[str, str | None]:
+    """What the driver of this worker said of its code; empty where the worker shares the driver's own files."""
+    return json.loads(os.environ.get(DRIVER_VARIABLE) or "{}")
+
+
+def room(name: str) -> Path:
+    """The folder of one of our packages. A cluster may unpack each into a place of its own."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"no package {name!r}")
+    return Path(next(iter(spec.submodule_search_locations))).resolve()
+
+
 @functools.cache
-def _version(distribution: str) -> str | None:
+def version(distribution: str) -> str | None:
     from importlib import metadata  # takes longer to import than a small plan takes to make
 
     try:
@@ -120,9 +139,10 @@ def _collect(module: str, found: dict[str, Path]) -> None:
 
 
 def _source(module: str) -> Path | None:
-    if module.split(".")[0] not in ROOMS:
+    first, *rest = module.split(".")
+    if first not in ROOMS:
         return None
-    stem = _HOME.joinpath(*module.split("."))
+    stem = room(first).joinpath(*rest)
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
 
 

@@ -1,6 +1,6 @@
 """The store: one folder that holds every trial, every frozen plan, the ledger and MLflow's files.
 
-    store.json                                  uuid, schema version; optionally where the ledger lives
+    store.json                                  uuid, schema version; optionally where ledger and shared storage are
     trials/<id>/settings.json                   what the trial is
     trials/<id>/attempts/<n>/{log.txt, error.txt, outcome.json}
     trials/<id>/checkpoints/{<step>, final}/    see runners/checkpoints.py
@@ -189,6 +189,8 @@ class Store:
     root: Path
     uuid: str
     ledger: str | None = None
+    shared: str | None = None
+    """Storage that hands trials to workers which do not see the store; see `runners/shared.py`."""
 
     @classmethod
     def open(cls, root: Path | str) -> Store:
@@ -203,7 +205,7 @@ class Store:
             )
         if head["schema"] > SCHEMA_VERSION:
             raise _newer(root / "store.json", head["schema"])
-        return cls(root, head["uuid"], head.get("ledger"))
+        return cls(root, head["uuid"], head.get("ledger"), head.get("shared"))
 
     @classmethod
     def create(cls, root: Path | str) -> Store:
@@ -244,6 +246,12 @@ class Store:
                 Exit.ENVIRONMENT,
             )
         return url
+
+    def keep_shared(self, url: str) -> None:
+        """Note in store.json that trials go through `url`, so that a later launch looks there for what was left."""
+        head = read_json(self.root / "store.json") or {}
+        if head.get("shared") != url:
+            write_json(self.root / "store.json", head | {"shared": url})
 
     @property
     def mlflow_uri(self) -> str:

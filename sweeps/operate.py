@@ -71,6 +71,23 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Launch also what i
 StaleOption = Annotated[
     str, typer.Option("--stale", help="Trials that other code than today's made: keep, or rerun them afresh.")
 ]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        help="Run on this Ray cluster: HOST:PORT, or auto on one of its nodes.",
+        show_default="RAY_ADDRESS, or this machine alone",
+    ),
+]
+SharedOption = Annotated[
+    str | None,
+    typer.Option(
+        "--shared",
+        metavar="URL",
+        help="Storage for nodes that do not see the store, as s3://bucket/folder. Kept in the store.",
+        show_default="every node sees the store",
+    ),
+]
 ReportOption = Annotated[bool, typer.Option("--report/--no-report", help="Write the report at the end.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -91,6 +108,8 @@ def launch(
     jobs: JobsOption = None,
     limit: ForOption = None,
     yes: YesOption = False,
+    address: AddressOption = None,
+    shared: SharedOption = None,
     tracking_uri: UriOption = None,
     stale: StaleOption = "keep",
     with_report: ReportOption = True,
@@ -103,8 +122,20 @@ def launch(
     if missing:
         raise UserError("this version cannot launch the sweep yet:\n" + "\n".join(f"  {line}" for line in missing))
     selected = planning.select(plan, only) if only else None
-    folder = stores.here(store)
-    _run(plan, selected, folder, executor, jobs, limit, tracking_uri, stale, yes=yes, with_report=with_report)
+    folder, where = stores.here(store), (address, shared)
+    _run(
+        plan,
+        selected,
+        folder,
+        executor,
+        jobs,
+        limit,
+        tracking_uri,
+        stale,
+        yes=yes,
+        with_report=with_report,
+        where=where,
+    )
 
 
 def resume(
@@ -118,6 +149,8 @@ def resume(
     jobs: JobsOption = None,
     limit: ForOption = None,
     yes: YesOption = False,
+    address: AddressOption = None,
+    shared: SharedOption = None,
     tracking_uri: UriOption = None,
     stale: StaleOption = "keep",
     with_report: ReportOption = True,
@@ -156,6 +189,7 @@ def resume(
             yes=yes,
             with_report=with_report,
             failed=not unfinished,
+            where=(address, shared),
         )
     except typer.Exit as end:
         if end.exit_code == Exit.OK and not only and again.left_failed(sweep, chosen):
@@ -176,6 +210,7 @@ def _run(
     yes: bool,
     with_report: bool,
     failed: bool = True,
+    where: tuple[str | None, str | None],
 ) -> None:
     if executor not in ("ray", "inline"):
         raise UserError(f"--executor {executor!r}: it is ray or inline")
@@ -200,6 +235,8 @@ def _run(
         tty=sys.stdout.isatty(),
         for_s=for_s,
         failed=failed,
+        address=where[0],
+        shared=where[1],
         resolve=Suggestions(plan) if plan.searches else None,
         stale=stale,
     )

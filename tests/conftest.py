@@ -14,6 +14,7 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="memsweep-test-state-")
 
 import postgres
 import pytest
+import s3
 import torch
 
 if not torch.cuda.is_available():
@@ -57,6 +58,16 @@ def postgres_server() -> Iterator[str]:
     if why_not:
         pytest.skip(why_not)
     with postgres.server() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def s3_bucket() -> Iterator[str]:
+    """The URL of an empty bucket on an S3-compatible server of the tests' own."""
+    why_not = s3.missing()
+    if why_not:
+        pytest.skip(why_not)
+    with s3.server() as url:
         yield url
 
 

@@ -1,0 +1,239 @@
+"""A sweep on a Ray cluster that is not ours: two nodes on this machine, one of which dies or hangs on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import clusters
+import plans
+import pytest
+import s3
+import stores
+from test_ray import results
+from test_record import runs
+
+from runners import driver
+from runners.ledger import Ledger
+from runners.schema import Exit, Plan, UserError
+from runners.shared import Shared
+from runners.store import Store, read_json
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SCRIPT = """
+import json, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+import plans
+from runners import driver
+from runners.ledger import Ledger
+from pathlib import Path
+plan = plans.plan(**json.loads({plan!r}))
+say = lambda line: print(line, flush=True)
+summary = driver.launch(plan, store=Path({store!r}), say=say, **json.loads({options!r}))
+print(json.dumps([summary.counts, summary.ran, [f.kind + ": " + f.error for f in summary.failures]]))
+sys.exit(summary.exit_code)
+"""
+STEPS = 300
+
+
+@pytest.fixture(scope="module")
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Storage that every node reaches: a bucket where the tests have a server, else a folder."""
+    if s3.missing():
+        return f"file://{tmp_path_factory.mktemp('bucket')}"
+    return f"{request.getfixturevalue('s3_bucket')}/cluster"
+
+
+@pytest.fixture(scope="module")
+def cluster(shared: str) -> Iterator[tuple[str, list[Any]]]:
+    with clusters.cluster(3) as found:  # its nodes inherit the keys of the storage
+        yield found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, list[Any]]:
+    """The plan of these tests and its results, run inline without trouble."""
+    store = stores.make(tmp_path_factory.mktemp("inline") / "runs")
+    plan = plans.plan(seeds=[0, 1, 2], steps=STEPS)
+    assert driver.launch(plan, store=store.root, executor="inline", say=lambda _: None).exit_code == Exit.OK
+    return plan, results(store, plan)
+
+
+def start(
+    store: Store, cwd: Path, options: dict[str, Any], *, prefix: Sequence[str] = (), **plan: Any
+) -> subprocess.Popen[str]:
+    """A driver in a process of its own."""
+    code = SCRIPT.format(
+        root=str(ROOT),
+        tests=str(ROOT / "tests"),
+        plan=json.dumps(plan),
+        store=str(store.root),
+        options=json.dumps(options),
+    )
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-c", code],
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        cwd=cwd,
+        process_group=0,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "MEMSWEEP_CHECKPOINT_S": "0.5"},
+    )
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None:
+            pytest.fail(f"the driver ended too early: {process.communicate()}")
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def nodes_of(store: Store, plan: Plan) -> dict[str, list[str]]:
+    """The address of the node of each attempt, by trial."""
+    found = {}
+    for member in plan.members:
+        notes = sorted(store.trial_folder(member.trial.id).glob("attempts/*/node.json"))
+        found[member.trial.id] = [row["ip"] for note in notes if (row := read_json(note))]
+    return found
+
+
+def ip(node: Any) -> str:
+    return str(node.node_ip_address)
+
+
+def places(text: str) -> set[str]:
+    """The addresses of nodes in a text."""
+    return set(re.findall(r"127\.0\.0\.\d", text))
+
+
+def history(store: Store, plan: Plan) -> dict[str, list[tuple[str, str | None]]]:
+    """How each attempt ended and its error, by trial."""
+    ledger = Ledger.open(store, read_only=True)
+    try:
+        ids = [member.trial.id for member in plan.members]
+        return {one: [(row["status"], row["error"]) for row in ledger.attempts(one)] for one in ids}
+    finally:
+        ledger.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("ray://10.0.0.1:10001", "ray job submit"),
+        ("http://127.0.0.1:8265", "HOST:PORT"),
+        ("127.0.0.1", "HOST:PORT"),
+        ("127.0.0.1:99999", "HOST:PORT"),
+        ("127.0.0.9:1", "no Ray cluster answers at 127.0.0.9:1"),
+    ],
+)
+def test_an_address_that_cannot_work_is_told_at_once(tmp_path: Path, address: str, words: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(UserError, match=words):
+        driver.launch(plans.plan(), store=tmp_path / "runs", address=address, say=lambda _: None)
+    assert time.monotonic() - began < 10
+
+
+def test_what_a_cluster_lacks_is_told_before_anything_runs(tmp_path: Path, cluster: tuple[str, list[Any]]) -> None:
+    address, _ = cluster
+    store = stores.make(tmp_path / "runs")
+    for resources, words in (({"gpu": 1}, "no usable GPU on the Ray cluster at"), ({"cpu": 2}, "more than 1 CPUs")):
+        with pytest.raises(UserError, match=words) as caught:
+            driver.launch(plans.plan(resources=resources), store=store.root, address=address, say=lambda _: None)
+        assert caught.value.exit_code == Exit.ENVIRONMENT
+    assert not list(store.root.glob("trials/*/attempts"))
+
+
+HIDDEN = [
+    "unshare",
+    "--mount",
+    "sh",
+    "-c",
+    'mount -t tmpfs none "$0" && "$@"; end=$?; cp -a "$0/." "$0.seen"; exit $end',
+]
+"""Runs what follows in a world where the folder named first is one that nobody else sees."""
+
+
+def test_nodes_that_do_not_see_the_store(
+    tmp_path: Path, cluster: tuple[str, list[Any]], shared: str, undisturbed: tuple[Plan, list[Any]]
+) -> None:
+    """The store is mounted for the driver alone: without shared storage that is told, with it the sweep runs."""
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to make a mount of its own (root)")
+    plan, expected = undisturbed
+    store = stores.make(tmp_path / "runs")
+    options = {"address": cluster[0]}
+    process = start(store, tmp_path, options, prefix=[*HIDDEN, str(store.root)], seeds=[0, 1, 2], steps=STEPS)
+    said, errors = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert re.search(r"UserError: node 127\.0\.0\.\d .* sees another store at .*--shared s3://", errors)
+    options["shared"] = shared
+    process = start(store, tmp_path, options, prefix=[*HIDDEN, str(store.root)], seeds=[0, 1, 2], steps=STEPS)
+    said, errors = process.communicate(timeout=240)
+    assert process.returncode == Exit.OK, said + errors
+    assert errors == ""
+    seen = Store.open(f"{store.root}.seen")
+    assert results(seen, plan) == expected
+    assert places(str(nodes_of(seen, plan))) == {ip(node) for node in cluster[1]}
+    assert seen.shared == shared
+    for member in plan.members:
+        assert "trained: complete" in (seen.trial_folder(member.trial.id) / "attempts" / "1" / "log.txt").read_text()
+        assert Shared(shared, seen.uuid).attempts(member.trial.id) == [], "mailboxes are emptied"
+    assert s3.SECRET not in said
+    assert not list(store.root.glob("trials/*/attempts")), "nobody else saw the store"
+
+
+def test_a_node_dies_and_another_hangs(
+    tmp_path: Path, cluster: tuple[str, list[Any]], undisturbed: tuple[Plan, list[Any]]
+) -> None:
+    address, (_, dying, hanging) = cluster
+    plan, expected = undisturbed
+    store = stores.make(tmp_path / "runs")
+    process = start(store, tmp_path, {"address": address}, seeds=[0, 1, 2], steps=STEPS, retry={"infra": 3})
+
+    def at_work(node: Any) -> bool:
+        """A trial is between its first checkpoint and its end there."""
+        for trial_id, ips in nodes_of(store, plan).items():
+            folder = store.trial_folder(trial_id)
+            if ips and ips[-1] == ip(node) and list(folder.glob("checkpoints/[0-9]*")):
+                return not (folder / "result.json").exists()
+        return False
+
+    def lost() -> list[str]:
+        return [error for ends in history(store, plan).values() for status, error in ends if status == "failed"]
+
+    wait_for(lambda: at_work(dying) and at_work(hanging), process)
+    clusters.kill(dying)
+    clusters.freeze(hanging)
+    wait_for(lambda: len(lost()) == 2, process)
+    clusters.thaw(hanging)  # its worker may go on now; a newer attempt fences it
+    said, errors = process.communicate(timeout=300)
+    assert process.returncode == Exit.OK, said + errors
+    assert errors == ""  # nothing of Ray's reaches the user
+    assert "3 nodes with 3 CPUs and 0 GPUs" in said
+    assert "3 trials at once on CPU" in said
+    assert json.loads(said.splitlines()[-1]) == [{"complete": 6}, 6, []]
+    assert results(store, plan) == expected
+    assert sorted(places(str(lost()))) == sorted([ip(dying), ip(hanging)])
+    for ends in history(store, plan).values():
+        assert [status for status, _ in ends] == ["failed"] * (len(ends) - 1) + ["complete"]
+    assert {place for places in nodes_of(store, plan).values() for place in places} == {
+        "127.0.0.3",
+        "127.0.0.4",
+        "127.0.0.5",
+    }
+    assert {run.info.status for run in runs(store)} == {"FINISHED"}
+    assert len(runs(store)) == 6
+    assert clusters.processes(cluster[1][0])  # the cluster is not ours to stop
