@@ -10,6 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
+from runners.redact import has_secret, redact
 from runners.schema import Exit, UserError
 
 HOST = "127.0.0.1"
@@ -25,12 +26,18 @@ def command(store: Path, port: int | None = None, tracking_uri: str | None = Non
     """
     uri = tracking_uri or _default_uri(store)
     if uri.startswith(("http://", "https://", "databricks")):
-        raise UserError(f"{uri} is a running MLflow server: open it in a browser, there is nothing to start here")
+        raise UserError(
+            f"{redact(uri)} is a running MLflow server: open it in a browser, there is nothing to start here"
+        )
     artifacts = store.resolve() / "mlartifacts"
-    line = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri]
+    line, extra = [sys.executable, "-m", "mlflow", "ui"], {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    if has_secret(uri):
+        extra["MLFLOW_BACKEND_STORE_URI"] = uri  # every user of the machine may read a command line
+    else:
+        line += ["--backend-store-uri", uri]
     line += ["--default-artifact-root", str(artifacts)]
     line += ["--host", HOST, "--port", str(_port(port)), "--workers", "1"]
-    return line, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    return line, extra
 
 
 def address(line: list[str]) -> str:

@@ -28,9 +28,10 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from runners.budget import Span
 from runners.owner import Owner
+from runners.redact import redact
 from runners.schema import SCHEMA_VERSION, Exit, Member, Outcome, Plan, Status, UserError
 from runners.search import Searches
-from runners.store import Store, read_json
+from runners.store import LEDGER_VARIABLE, Store, read_json
 
 LEASE_S = 60.0
 RENEW_S = 10.0
@@ -109,14 +110,14 @@ class Ledger:
     def open(cls, store: Store, *, read_only: bool = False) -> Ledger:
         """The store's ledger, made if it is missing. With `read_only` it is neither made nor written."""
         url = store.ledger_url()
+        ledger = _connect(cls, url, read_only)
         try:
-            ledger = cls(url, read_only=read_only)
             if not read_only:
                 ledger._make(store.uuid)
             return ledger
         except (sa.exc.OperationalError, sa.exc.DatabaseError) as error:
             parsed = sa.engine.make_url(url)
-            shown = parsed.render_as_string(hide_password=True)
+            shown = redact(url)
             folder = Path(parsed.database or ".").parent
             if isinstance(error, sa.exc.OperationalError) and _is_busy(error):
                 raise UserError(
@@ -127,6 +128,12 @@ class Ledger:
                 raise UserError(
                     f"cannot open the ledger {shown}: {folder} cannot be written. Make it writable, or use another "
                     "--store; `sweep status` and `sweep report --out FOLDER` only read",
+                    Exit.ENVIRONMENT,
+                ) from error
+            if parsed.get_backend_name() != "sqlite":
+                raise UserError(
+                    f"cannot open the ledger {shown}: {redact(str(error.orig)).strip()}. Is the server up, is the "
+                    f"database there, may this user make tables in it? ({LEDGER_VARIABLE}, or store.json)",
                     Exit.ENVIRONMENT,
                 ) from error
             raise UserError(
@@ -512,6 +519,22 @@ def _row(row: Any) -> Row:
         status = Status.INTERRUPTED
     owner = None if row.expired else row.owner
     return Row(row.id, status, row.attempt or 0, owner, row.failure, row.error)
+
+
+def _connect(make: type[Ledger], url: str, read_only: bool) -> Ledger:
+    """A ledger on `url`. Raises `UserError` for a URL that is none, or whose driver is missing."""
+    try:
+        return make(url, read_only=read_only)
+    except ImportError as error:
+        extra = "pip install 'memsweep[postgres]'" if "psycopg" in str(error) else "install it"
+        raise UserError(f"the ledger {redact(url)} needs {error.name}: {extra}", Exit.ENVIRONMENT) from error
+    except (sa.exc.ArgumentError, ValueError):  # their words may hold the URL
+        shown = redact(url) if "://" in url else "(not shown)"  # who knows what was put there
+        raise UserError(
+            f"the ledger's URL {shown} cannot be used: give sqlite:////absolute/ledger.db or "
+            f"postgresql+psycopg2://user:password@host/database ({LEDGER_VARIABLE}, or store.json)",
+            Exit.ENVIRONMENT,
+        ) from None
 
 
 def _engine(url: str, read_only: bool) -> sa.Engine:

@@ -28,6 +28,7 @@ from typing import Any
 from runners import checkpoints
 from runners.ledger import RENEW_S, Ledger, Row
 from runners.owner import Owner
+from runners.redact import redact
 from runners.run_state import MARK, TAG, Run, State, metric_name, shared_view, user
 from runners.schema import Member, Plan, Status, UserError
 from runners.search import Searches
@@ -62,18 +63,14 @@ def resolve_uri(store: Store, given: str | None) -> str:
     if scheme.split("+")[0] in ("http", "https", "postgresql", "mysql", "mssql", "databricks") or given == "databricks":
         return given
     raise UserError(
-        f"--tracking-uri {given}: MLflow no longer keeps runs in plain folders. Use sqlite:////absolute/mlflow.db, "
-        f"a server (http://host:port), or leave it out for {store.mlflow_uri}"
+        f"--tracking-uri {redact(given)}: MLflow no longer keeps runs in plain folders. Use a server "
+        f"(http://host:port), sqlite:////absolute/mlflow.db, or leave it out for {store.mlflow_uri}"
     )
 
 
 def _key(store: Store, uri: str) -> str:
     """How the ledger calls a server: without its password, and the store's own by a name that survives a move."""
-    return "store" if uri == store.mlflow_uri else _without_password(uri)
-
-
-def _without_password(text: str) -> str:
-    return re.sub(r"//[^/@\s]*@", "//", text)
+    return "store" if uri == store.mlflow_uri else redact(uri)
 
 
 def make_client(uri: str) -> Any:
@@ -457,7 +454,7 @@ def put_report_back(
 def explain(error: Exception, uri: str = "") -> str:
     """The first line of what MLflow or the network said, short and without a password; for a broken file, the cure."""
     text = str(error).strip().splitlines()
-    line = _without_password(text[0]) if text else ""
+    line = redact(text[0]) if text else ""
     broken = re.search("database disk image is malformed|file is not a database", str(error))
     if broken and uri.startswith("sqlite:///"):
         return f"{uri.removeprefix('sqlite:///')} is damaged ({broken[0]}): move it away, then run `sweep sync`"

@@ -59,7 +59,13 @@ JobsOption = Annotated[
     typer.Option("--jobs", "-j", min=1, help="Trials at once.", show_default="one a CPU core, or one a GPU"),
 ]
 UriOption = Annotated[
-    str | None, typer.Option("--tracking-uri", help="MLflow server or database.", show_default="SQLite in the store")
+    str | None,
+    typer.Option(
+        "--tracking-uri",
+        envvar="MEMSWEEP_TRACKING_URI",
+        help="MLflow server or database.",
+        show_default="SQLite in the store",
+    ),
 ]
 ForOption = Annotated[
     str | None,
