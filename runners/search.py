@@ -237,12 +237,14 @@ class Searches:
         setting = resolve(key, values)
         if number == 0:
             about = {"schema": SCHEMA_VERSION, **asdict(self.searches[key])}
-            write_json(self.folder(key) / "search.json", about, keep_existing=True)
+            write_json(self.folder(key) / "search.json", about, keep_existing=True, durable=False)
         row = {"schema": SCHEMA_VERSION, "search": key, "number": number, "known": known, "values": values}
         path = self.folder(key) / f"{number}.json"
         # A file that is there and cannot be read is torn: the same suggestion takes its place.
         torn = path.exists() and read_sealed(path) is None
-        write_json(path, seal(row | asdict(setting) | {"made_by": made.made_by}), keep_existing=not torn)
+        # Not forced to the disk: one that a power cut takes is made again as it was.
+        row |= asdict(setting) | {"made_by": made.made_by}
+        write_json(path, seal(row), keep_existing=not torn, durable=False)
 
     def _read(self, search: Search) -> tuple[Suggestion, ...]:
         found: list[Suggestion] = []
@@ -291,7 +293,7 @@ class Searches:
             row = read_json(path)
             if row is None and decide:
                 found = {"cuts": self._cut_offs(search, suggestions[: one.known], seed)}
-                write_json(path, found, keep_existing=not path.exists())  # one that is there is torn
+                write_json(path, found, keep_existing=not path.exists(), durable=False)  # one that is there is torn
                 row = read_json(path)
             if row is None:
                 return None

@@ -8,6 +8,7 @@ import math
 import textwrap
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,23 @@ def test_two_drivers_make_one_search(tmp_path: Path, numbered: Callable[[], Stor
         end(store, left[0].trial)
     assert files(store) == files(alone)
     assert states[0] == states[1]
+
+
+def test_two_launches_at_once_share_the_rounds(
+    tmp_path: Path, launch: Callable[..., driver.Summary], fake: Fake, numbered: Callable[[], Store]
+) -> None:
+    """Each waits for what the other trains, and both see the same winners."""
+    plan = make(BASE + TPE + "axes: {mechanism: [softmax, linear]}\nseeds: 2\n", tmp_path)
+    alone = numbered()
+    play(plan, alone)
+    fake.step_s = 0.005
+    with ThreadPoolExecutor(2) as pool:
+        summaries = list(pool.map(lambda _: launch(plan), range(2)))
+    assert len(set(fake.trained)) == len(fake.trained) == plan.n_trainings
+    assert [s.exit_code for s in summaries] == [Exit.OK] * 2
+    assert [s.counts for s in summaries] == [{"complete": plan.n_trainings}] * 2
+    assert sum(s.ran for s in summaries) == plan.n_trainings
+    assert files(Store.open(tmp_path / "runs")) == files(alone)
 
 
 def test_more_trials_go_on_with_the_same_search(tmp_path: Path, numbered: Callable[[], Store]) -> None:
