@@ -111,8 +111,13 @@ def fingerprint(mechanism: str, task: str) -> str:
 def code(mechanism: str, task: str) -> dict[str, str]:
     """The files behind `fingerprint`, as `mechanisms/hola.py`, and 12 hex digits of each one's SHA-256."""
     found = _sources(mechanism, task)
-    names = {path.relative_to(_HOME).as_posix(): path for path in found.values()}
+    names = {_named(module.split(".")[0], path): path for module, path in found.items()}
     return {name: hashlib.sha256(names[name].read_bytes()).hexdigest()[:12] for name in sorted(names)}
+
+
+def _named(first: str, path: Path) -> str:
+    """A source of the package `first` by its path in the repository, wherever that package lies here."""
+    return f"{first}/{path.relative_to(room(first)).as_posix()}"
 
 
 def _sources(mechanism: str, task: str) -> dict[str, Path]:
