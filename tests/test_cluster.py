@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import plans
 import pytest
 import s3
 import stores
+import test_cluster_files
 from test_ray import results
 from test_record import runs
 
@@ -193,6 +195,35 @@ def test_nodes_that_do_not_see_the_store(
         assert Shared(shared, seen.uuid).attempts(member.trial.id) == [], "mailboxes are emptied"
     assert s3.SECRET not in said
     assert not list(store.root.glob("trials/*/attempts")), "nobody else saw the store"
+
+
+def test_a_kuberay_job(tmp_path: Path, cluster: tuple[str, list[Any]]) -> None:
+    """As the operator runs its entrypoint: on the head node, with the cluster's address in RAY_ADDRESS."""
+    line = shlex.split(test_cluster_files.job()["spec"]["entrypoint"].replace("/store/runs", str(tmp_path / "runs")))
+    assert line[:3] == ["sweep", "launch", "specs/capacity.yaml"]
+    smoke = [sys.executable, "-m", "sweeps", "launch", "specs/smoke.yaml", *line[3:], "--no-report"]
+    ran = subprocess.run(
+        [*smoke, "--only", "mechanism=linear", "--jobs", "1"],
+        env={**os.environ, "RAY_ADDRESS": cluster[0], "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert ran.returncode == Exit.OK, ran.stdout + ran.stderr
+    assert "1 trial at a time on CPU" in ran.stdout
+    assert "Now: 2 complete" in ran.stdout
+    store = Store.open(tmp_path / "runs")
+    spans = sorted(_span(store, one) for one in store.trial_ids())
+    assert spans[0][1] <= spans[1][0], "--jobs 1 on three nodes: one after the other"
+
+
+def _span(store: Store, trial_id: str) -> tuple[float, float]:
+    """When the trial's only attempt began and ended, by the clock of this machine."""
+    attempt = store.trial_folder(trial_id) / "attempts" / "1"
+    return (attempt / "node.json").stat().st_mtime, (attempt / "outcome.json").stat().st_mtime
 
 
 def test_a_node_dies_and_another_hangs(

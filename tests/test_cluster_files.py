@@ -14,7 +14,7 @@ import clusters
 import pytest
 import yaml
 
-from runners.store import Store, read_json
+from runners.store import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ROOT / "runners" / "cluster"
@@ -51,17 +51,13 @@ def shims(tmp_path: Path) -> Path:
     return folder
 
 
-def environment(shims: Path, **more: str) -> dict[str, str]:
-    path = os.pathsep.join([str(shims), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "SRUN_LOG": str(shims / "log"), **more}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_slurm_script_runs_a_sweep(tmp_path: Path, shims: Path) -> None:
     job = 10_000 * 7 + os.getpid() % 10_000
     slurm = {"SLURM_JOB_ID": str(job), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
-    env = environment(shims, SLURM_CPUS_PER_TASK="1", **slurm)
+    slurm |= {"SLURM_CPUS_PER_TASK": "1", "SRUN_LOG": str(shims / "log")}
+    env = {**os.environ, **slurm, "PATH": f"{shims}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     line = [str(FILES / "slurm.sh"), "specs/smoke.yaml", "--store", str(tmp_path / "runs"), "--no-report"]
     ran = subprocess.run(
         line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=500, stdin=subprocess.DEVNULL, check=False
@@ -102,6 +98,7 @@ def test_ray_cluster_file_is_one() -> None:
 
 
 def job() -> dict[str, Any]:
+    """The KubeRay job; its entrypoint is run in tests/test_cluster.py."""
     return yaml.safe_load((FILES / "kuberay-job.yaml").read_text())
 
 
@@ -125,26 +122,3 @@ def test_kuberay_job_is_of_a_piece() -> None:
     assert store.startswith(pods[0]["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountPath"] + "/")
     secrets = {env["name"] for env in pods[0]["template"]["spec"]["containers"][0]["env"]}
     assert secrets == {"MEMSWEEP_LEDGER"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_kuberay_entrypoint_runs(tmp_path: Path, shims: Path) -> None:
-    """As the operator runs it: on the head node, with the cluster's address in RAY_ADDRESS."""
-    line = job()["spec"]["entrypoint"].replace("/store/runs", str(tmp_path / "runs"))
-    line = line.replace("specs/capacity.yaml", "specs/smoke.yaml --only mechanism=linear --no-report")
-    with clusters.cluster(1) as (address, _):
-        ran = subprocess.run(
-            ["sh", "-c", line],
-            env=environment(shims, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled"),
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=500,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "1 nodes with 1 CPUs" in ran.stdout
-    assert "Now: 2 complete" in ran.stdout
-    assert len(Store.open(tmp_path / "runs").trial_ids()) == 2

@@ -1,0 +1,34 @@
+"""What running a trial costs beyond the trial: with actors that are used again, less than a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import plans
+import pytest
+import stores
+
+from runners import driver
+from runners.schema import Exit
+
+N_TRIALS = 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_hundred_trivial_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One step of a tiny model each, through real Ray, ledger and MLflow. The first start, once a launch, is left out."""
+    store = stores.make(tmp_path / "runs")
+    plan = plans.plan(seeds=range(N_TRIALS // 2), steps=1)
+    lines: list[str] = []
+    summary = driver.launch(plan, store=store.root, jobs=2, say=lines.append)
+    assert (summary.exit_code, summary.counts) == (Exit.OK, {"complete": N_TRIALS}), lines
+    ends = sorted(path.stat().st_mtime for path in store.root.glob("trials/*/attempts/1/outcome.json"))
+    assert len(ends) == N_TRIALS
+    each = 2 * (ends[-1] - ends[0]) / (N_TRIALS - 1)  # two slots
+    with capsys.disabled():
+        print(
+            f"\n{N_TRIALS} trivial trials: {each:.2f} s each, their own work included, and {summary.seconds:.0f} s in all"
+        )
+    assert each < 1.0
+    assert summary.backlog is None
