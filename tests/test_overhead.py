@@ -17,7 +17,7 @@ N_TRIALS = 200
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_hundred_trivial_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One step of a tiny model each, through real Ray, ledger and MLflow. The first start, once a launch, is left out."""
+    """One step of a tiny model each, through real Ray, ledger and MLflow; the first start is left out."""
     store = stores.make(tmp_path / "runs")
     plan = plans.plan(seeds=range(N_TRIALS // 2), steps=1)
     lines: list[str] = []
@@ -27,8 +27,6 @@ def test_two_hundred_trivial_trials(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(ends) == N_TRIALS
     each = 2 * (ends[-1] - ends[0]) / (N_TRIALS - 1)  # two slots
     with capsys.disabled():
-        print(
-            f"\n{N_TRIALS} trivial trials: {each:.2f} s each, their own work included, and {summary.seconds:.0f} s in all"
-        )
+        print(f"\n{N_TRIALS} trivial trials: {each:.2f} s each with its own work; {summary.seconds:.0f} s in all")
     assert each < 1.0
     assert summary.backlog is None
