@@ -10,53 +10,24 @@ server (tests/test_ledger.py); `read_only` is then a promise of the caller, not 
 
 from __future__ import annotations
 
-import os
-import random
-import re
-import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.functions import FunctionElement
 
 from runners.budget import Span
+from runners.database import Database, Now
 from runners.owner import Owner
-from runners.redact import redact
 from runners.schema import SCHEMA_VERSION, Exit, Member, Outcome, Plan, Status, UserError
 from runners.search import Searches
-from runners.store import LEDGER_VARIABLE, Store, read_json
+from runners.store import Store, read_json
 
 LEASE_S = 60.0
 RENEW_S = 10.0
 """A driver renews its leases this often, and stops its trials when it could not for LEASE_S."""
-BUSY_S = LEASE_S
-"""How long a write waits for a database that another process holds; a driver without leases has nothing to write."""
-_SQLITE_WAITS_S = 2.0
-
-
-class _Now(FunctionElement[float]):
-    """Seconds since 1970 by the clock of the database."""
-
-    type = sa.Float()
-    inherit_cache = True
-
-
-@compiles(_Now, "sqlite")
-def _now_sqlite(_element: Any, _compiler: Any, **_: Any) -> str:
-    return "((julianday('now') - 2440587.5) * 86400.0)"
-
-
-@compiles(_Now, "postgresql")
-def _now_postgresql(_element: Any, _compiler: Any, **_: Any) -> str:
-    return "extract(epoch from clock_timestamp())"
-
 
 _tables = sa.MetaData()
 
@@ -101,52 +72,25 @@ class Ledger:
     """An open ledger. One instance may be used from several threads."""
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
-        self._engine = _engine(url, read_only)
-        self._busy_since: float | None = None
-        # SQLite: a write takes the lock at BEGIN; one that started as a read could not wait for it.
-        self._reads = self._engine.execution_options(memsweep_read=True)
+        self._db = Database(url, read_only=read_only)
+        self._write, self._read, self._insert = self._db.write, self._db.read, self._db.insert
+        self.close = self._db.close
 
     @classmethod
     def open(cls, store: Store, *, read_only: bool = False) -> Ledger:
         """The store's ledger, made if it is missing. With `read_only` it is neither made nor written."""
         url = store.ledger_url()
-        ledger = _connect(cls, url, read_only)
+        ledger = cls(url, read_only=read_only)
         try:
             if not read_only:
                 ledger._make(store.uuid)
             return ledger
-        except (sa.exc.OperationalError, sa.exc.DatabaseError) as error:
-            parsed = sa.engine.make_url(url)
-            shown = redact(url)
-            folder = Path(parsed.database or ".").parent
-            if isinstance(error, sa.exc.OperationalError) and _is_busy(error):
-                raise UserError(
-                    f"another process has held the ledger {shown} locked for {BUSY_S:.0f} s: wait for it, or end it",
-                    Exit.ENVIRONMENT,
-                ) from error
-            if parsed.get_backend_name() == "sqlite" and not read_only and folder.exists() and not _may_write(parsed):
-                raise UserError(
-                    f"cannot open the ledger {shown}: {folder} cannot be written. Make it writable, or use another "
-                    "--store; `sweep status` and `sweep report --out FOLDER` only read",
-                    Exit.ENVIRONMENT,
-                ) from error
-            if parsed.get_backend_name() != "sqlite":
-                raise UserError(
-                    f"cannot open the ledger {shown}: {redact(str(error.orig)).strip()}. Is the server up, is the "
-                    f"database there, may this user make tables in it? ({LEDGER_VARIABLE}, or store.json)",
-                    Exit.ENVIRONMENT,
-                ) from error
-            raise UserError(
-                f"cannot open the ledger {shown}: {error.orig}. If the file is damaged, move it away: "
-                "`sweep doctor --rebuild` makes it again from the trial folders",
-                Exit.ENVIRONMENT,
-            ) from error
+        except sa.exc.DatabaseError as error:
+            raise ledger._db.refused(error) from error
 
     def _make(self, store_uuid: str) -> None:
         with self._write() as db:
-            if self._engine.dialect.name == "postgresql":
-                # "create if missing" fails where two drivers do it at once; SQLite's BEGIN has locked already.
-                db.exec_driver_sql("select pg_advisory_xact_lock(7236)")
+            self._db.lock_schema(db)
             _tables.create_all(db)
             _add_columns(db)
             db.execute(self._insert(store_t), {"uuid": store_uuid, "schema_version": SCHEMA_VERSION})
@@ -159,43 +103,6 @@ class Ledger:
                 f"the ledger has schema {rows[0].schema_version}; this memsweep reads up to {SCHEMA_VERSION}: upgrade",
                 Exit.ENVIRONMENT,
             )
-
-    def close(self) -> None:
-        self._engine.dispose()
-
-    @contextmanager
-    def _write(self) -> Iterator[sa.Connection]:
-        with ExitStack() as stack:
-            yield self._begin(stack)
-
-    def _begin(self, stack: ExitStack) -> sa.Connection:
-        """A transaction that may write. While somebody else holds the database it waits, BUSY_S in all.
-
-        The pauses are random, so that drivers that wait do not come back together; and the clock runs on between two
-        calls, so that a driver that has waited in vain ends soon.
-        """
-        while True:
-            try:
-                db = stack.enter_context(self._engine.begin())
-            except sa.exc.OperationalError as error:
-                now = time.monotonic()
-                self._busy_since = self._busy_since or now
-                if not _is_busy(error) or now - self._busy_since > BUSY_S:
-                    raise
-                time.sleep(random.uniform(0.02, 0.2))
-            else:
-                self._busy_since = None
-                return db
-
-    @contextmanager
-    def _read(self) -> Iterator[sa.Connection]:
-        with self._reads.connect() as db:
-            yield db
-
-    def _insert(self, table: sa.Table) -> Any:
-        """INSERT that leaves a row as it is if its key is there."""
-        insert = sqlite.insert if self._engine.dialect.name == "sqlite" else postgresql.insert
-        return insert(table).on_conflict_do_nothing()
 
     # ---- plans -------------------------------------------------------------------------------------------------
 
@@ -246,7 +153,7 @@ class Ledger:
         return _row(found) if found else None
 
     def _rows(self) -> sa.Select[Any]:
-        expired = sa.case((trial_t.c.expires < _Now(), 1), else_=0).label("expired")
+        expired = sa.case((trial_t.c.expires < Now(), 1), else_=0).label("expired")
         return sa.select(trial_t, expired)
 
     def evaluations(self, trial_ids: Iterable[str]) -> dict[str, set[str]]:
@@ -283,7 +190,7 @@ class Ledger:
     def take_in(self, trial_id: str, status: Status, slices: Iterable[str]) -> None:
         """Copy what the folder says: a result, and which slices are evaluated."""
         where = (trial_t.c.id == trial_id) & (trial_t.c.status != status) & trial_t.c.owner.is_(None)
-        new: dict[str, Any] = {"status": status.value, "failure": None, "error": None, "updated": _Now()}
+        new: dict[str, Any] = {"status": status.value, "failure": None, "error": None, "updated": Now()}
         done = [{"trial": trial_id, "slice": part, "done": time.time()} for part in slices]
         with self._write() as db:
             db.execute(sa.update(trial_t).where(where).values(new))
@@ -293,7 +200,7 @@ class Ledger:
     def forget_result(self, trial_id: str) -> None:
         """The folder no longer has what the row says: the trial is planned again."""
         where = (trial_t.c.id == trial_id) & trial_t.c.owner.is_(None)
-        planned: dict[str, Any] = {"status": Status.PLANNED.value, "failure": None, "error": None, "updated": _Now()}
+        planned: dict[str, Any] = {"status": Status.PLANNED.value, "failure": None, "error": None, "updated": Now()}
         with self._write() as db:
             db.execute(sa.update(trial_t).where(where).values(planned))
             db.execute(sa.delete(evaluation_t).where(evaluation_t.c.trial == trial_id))
@@ -318,9 +225,9 @@ class Ledger:
         what the attempt counts for: cards, or the share of one.
         """
         last = sa.case((trial_t.c.attempt > above, trial_t.c.attempt), else_=above)
-        free = trial_t.c.owner.is_(None) | (trial_t.c.expires < _Now())
-        new: dict[str, Any] = {"owner": owner.uuid, "expires": _Now() + LEASE_S, "attempt": last + 1}
-        new |= {"status": Status.RUNNING.value, "failure": None, "error": None, "updated": _Now()}
+        free = trial_t.c.owner.is_(None) | (trial_t.c.expires < Now())
+        new: dict[str, Any] = {"owner": owner.uuid, "expires": Now() + LEASE_S, "attempt": last + 1}
+        new |= {"status": Status.RUNNING.value, "failure": None, "error": None, "updated": Now()}
         with self._write() as db:
             held_until = db.execute(sa.select(trial_t.c.expires).where(trial_t.c.id == trial_id)).scalar()
             if db.execute(sa.update(trial_t).where((trial_t.c.id == trial_id) & free).values(new)).rowcount != 1:
@@ -337,7 +244,7 @@ class Ledger:
         """Prolong every lease the driver holds: the trials that are still its own."""
         mine = trial_t.c.owner == owner.uuid
         with self._write() as db:
-            db.execute(sa.update(trial_t).where(mine).values(expires=_Now() + LEASE_S))
+            db.execute(sa.update(trial_t).where(mine).values(expires=Now() + LEASE_S))
             return set(db.execute(sa.select(trial_t.c.id).where(mine)).scalars())
 
     def finish(self, outcome: Outcome, slices: Iterable[str] = ()) -> bool:
@@ -346,7 +253,7 @@ class Ledger:
         where = (trial_t.c.id == outcome.trial_id) & (trial_t.c.attempt == outcome.attempt)
         this = (attempt_t.c.trial == outcome.trial_id) & (attempt_t.c.number == outcome.attempt)
         done = [{"trial": outcome.trial_id, "slice": part, "done": time.time()} for part in slices]
-        free: dict[str, Any] = {"owner": None, "expires": None, "updated": _Now()}
+        free: dict[str, Any] = {"owner": None, "expires": None, "updated": Now()}
         with self._write() as db:
             if db.execute(sa.update(trial_t).where(where).values(ended | free)).rowcount != 1:
                 return False
@@ -371,7 +278,7 @@ class Ledger:
         return dead
 
     def _release(self, owner_uuid: str) -> None:
-        gone = {"status": Status.INTERRUPTED.value, "owner": None, "expires": None, "updated": _Now()}
+        gone = {"status": Status.INTERRUPTED.value, "owner": None, "expires": None, "updated": Now()}
         is_open = (attempt_t.c.owner == owner_uuid) & attempt_t.c.ended.is_(None)
         with self._write() as db:
             held = trial_t.c.owner == owner_uuid
@@ -387,10 +294,10 @@ class Ledger:
     def claim_projector(self, uri: str, experiment: str, owner: Owner) -> bool:
         """Become (or stay) the one driver that writes this experiment on this server, for LEASE_S."""
         key = (projector_t.c.uri == uri) & (projector_t.c.experiment == experiment)
-        free = projector_t.c.owner.is_(None) | (projector_t.c.owner == owner.uuid) | (projector_t.c.expires < _Now())
+        free = projector_t.c.owner.is_(None) | (projector_t.c.owner == owner.uuid) | (projector_t.c.expires < Now())
         with self._write() as db:
             db.execute(self._insert(projector_t), {"uri": uri, "experiment": experiment})
-            new = {"owner": owner.uuid, "expires": _Now() + LEASE_S}
+            new = {"owner": owner.uuid, "expires": Now() + LEASE_S}
             return db.execute(sa.update(projector_t).where(key & free).values(new)).rowcount == 1
 
     def release_projector(self, uri: str, experiment: str, owner: Owner) -> None:
@@ -478,7 +385,7 @@ class Ledger:
         with self._write() as db:
             db.execute(self._insert(trial_t), {"id": trial_id})
             where = trial_t.c.id == trial_id
-            db.execute(sa.update(trial_t).where(where).values({**state, "attempt": last, "updated": _Now()}))
+            db.execute(sa.update(trial_t).where(where).values({**state, "attempt": last, "updated": Now()}))
             if attempts:
                 db.execute(self._insert(attempt_t), attempts)
         if result:
@@ -519,75 +426,3 @@ def _row(row: Any) -> Row:
         status = Status.INTERRUPTED
     owner = None if row.expired else row.owner
     return Row(row.id, status, row.attempt or 0, owner, row.failure, row.error)
-
-
-def _connect(make: type[Ledger], url: str, read_only: bool) -> Ledger:
-    """A ledger on `url`. Raises `UserError` for a URL that is none, or whose driver is missing."""
-    try:
-        return make(url, read_only=read_only)
-    except ImportError as error:
-        extra = "pip install 'memsweep[postgres]'" if "psycopg" in str(error) else "install it"
-        raise UserError(f"the ledger {redact(url)} needs {error.name}: {extra}", Exit.ENVIRONMENT) from error
-    except (sa.exc.ArgumentError, ValueError):  # their words may hold the URL
-        shown = redact(url) if "://" in url else "(not shown)"  # who knows what was put there
-        raise UserError(
-            f"the ledger's URL {shown} cannot be used: give sqlite:////absolute/ledger.db or "
-            f"postgresql+psycopg2://user:password@host/database ({LEDGER_VARIABLE}, or store.json)",
-            Exit.ENVIRONMENT,
-        ) from None
-
-
-def _engine(url: str, read_only: bool) -> sa.Engine:
-    parsed = sa.engine.make_url(url)
-    if parsed.get_backend_name() != "sqlite":
-        return sa.create_engine(parsed, pool_pre_ping=True)
-    path = parsed.database
-    if read_only:
-        # Without write permission SQLite cannot make the files it shares with writers; if there are none, nobody
-        # writes, and the file may be read as it is.
-        alone = not Path(f"{path}-wal").exists()
-        mode = "immutable=1" if alone and not _writable(Path(path or ".").parent) else "mode=ro"
-        parsed = sa.engine.make_url(f"sqlite:///file:{path}?{mode}&uri=true")
-    engine = sa.create_engine(parsed, connect_args={"timeout": 30, "check_same_thread": False})
-
-    @sa.event.listens_for(engine, "connect")
-    def _connect(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None  # BEGIN is ours, below
-        if not read_only:
-            connection.execute(f"PRAGMA busy_timeout = {1000 * _SQLITE_WAITS_S:.0f}")
-            _write_ahead(connection)
-            connection.execute("PRAGMA synchronous = NORMAL")
-
-    @sa.event.listens_for(engine, "begin")
-    def _begin(connection: sa.Connection) -> None:
-        is_read = read_only or connection.get_execution_options().get("memsweep_read")
-        connection.exec_driver_sql("BEGIN" if is_read else "BEGIN IMMEDIATE")
-
-    return engine
-
-
-def _is_busy(error: sa.exc.OperationalError) -> bool:
-    return bool(re.search("database (table )?is locked", str(error.orig)))
-
-
-def _write_ahead(connection: Any) -> None:
-    """Switch to WAL. SQLite does not wait for the lock that this takes, so wait here: drivers may start together."""
-    for attempt in range(100):
-        try:
-            if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
-                connection.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError:
-            if attempt == 99:
-                raise
-            time.sleep(0.05)
-
-
-def _may_write(url: sa.URL) -> bool:
-    """Whether SQLite may write the database and make the files that it needs beside it."""
-    path = Path(url.database or "")
-    return _writable(path.parent) and (not path.exists() or _writable(path))
-
-
-def _writable(folder: Path) -> bool:
-    return os.access(folder, os.W_OK)

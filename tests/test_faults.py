@@ -27,8 +27,7 @@ import stores
 import torch
 from engines import Fake
 
-from runners import checkpoints, driver, trial, watch
-from runners import ledger as ledgers
+from runners import checkpoints, database, driver, trial, watch
 from runners.ledger import Ledger
 from runners.owner import Owner
 from runners.retry import DEFAULTS, Retries, is_disk_full
@@ -263,7 +262,7 @@ def held(store: Store, seconds: float) -> Iterator[None]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """SQLite's own waiting, 2 s at a time in earnest, is far shorter than the lock."""
-    monkeypatch.setattr(ledgers, "_SQLITE_WAITS_S", 0.05)
+    monkeypatch.setattr(database, "_SQLITE_WAITS_S", 0.05)
 
 
 def test_a_ledger_held_for_a_while_is_waited_for(
@@ -296,7 +295,7 @@ def test_a_ledger_held_too_long_stops_the_launch_resumably(
     impatient: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ledgers, "BUSY_S", 0.5)
+    monkeypatch.setattr(database, "BUSY_S", 0.5)
     Ledger.open(store).close()
     locks: list[Any] = []
 
