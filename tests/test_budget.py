@@ -284,7 +284,7 @@ def test_a_cluster_is_asked_instead_of_the_machine() -> None:
     with pytest.raises(UserError, match="no usable GPU on the cluster at") as caught:
         resources.share({"gpu": 0.5}, "ray", None, cluster)
     assert caught.value.exit_code == Exit.ENVIRONMENT
-    with pytest.raises(UserError, match=r"cpu is 65, but the cluster at .* has 64 cores"):
+    with pytest.raises(UserError, match=r"cpu is 65, but the cluster at .* has no node with more than 64 CPUs"):
         resources.share({"cpu": 65}, "ray", None, cluster)
     with pytest.raises(UserError, match="several GPUs"):
         resources.share({"gpu": 2.0}, "ray", None, resources.Machine(64, 4))

@@ -308,7 +308,7 @@ def launch(
     used: list[Threads] = []
     lines: list[str] = []
 
-    def make(_: str, given: Any) -> Threads:
+    def make(_: str, given: Any, _place: Any) -> Threads:
         assert given.packed
         used.append(Threads(given.slots, early))
         return used[0]
