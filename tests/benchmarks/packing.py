@@ -1,6 +1,6 @@
 """Trials an hour on one GPU: one at a time against packed by measured share (`gpu: 1` against `gpu: auto`).
 
-    python3 -m tests.benchmarks.packing [--steps 1000] [--seeds 4]
+    python3 -m tests.benchmarks.packing [--steps 400] [--seeds 4]
 
 Runs the same small MQAR sweep twice through `sweep launch`, each time in a fresh store, and prints wall times of the
 whole command, trials an hour, their ratio, and what was measured of each shape. Needs a GPU and several CPU cores; no
@@ -41,16 +41,22 @@ def launch(spec: Path, store: Path, gpu: str, limit_s: float) -> dict[str, Any]:
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "sweeps", "launch", str(spec), "--store", str(store), "--no-report"]
     began = time.perf_counter()
-    done = subprocess.run(
-        [*line, "--set", f"resources.gpu={gpu}"],
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=limit_s,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [*line, "--set", f"resources.gpu={gpu}"],
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
+        raise SystemExit(
+            f"gpu: {gpu} was not done after {limit_s:.0f} s: {what_happened(store)}\n{said[-3000:]}"
+        ) from late
     wall_s = time.perf_counter() - began
     if done.returncode:
         raise SystemExit(f"gpu: {gpu} ended with {done.returncode}:\n{done.stdout[-4000:]}")
@@ -62,6 +68,8 @@ def what_happened(store: Path) -> dict[str, Any]:
     results = [json.loads(path.read_text()) for path in store.glob("trials/*/result.json")]
     outcomes = [json.loads(path.read_text()) for path in store.glob("trials/*/attempts/*/outcome.json")]
     workers = [json.loads(path.read_text()) for path in store.glob("trials/*/attempts/*/worker.json")]
+    if not outcomes:
+        return {"trials": 0}
     first = min(row["time"] - row["seconds"] for row in outcomes)
     working_s = max(row["time"] for row in outcomes) - first
     return {
@@ -71,7 +79,7 @@ def what_happened(store: Path) -> dict[str, Any]:
         "working_s": working_s,
         "trial_s": sum(row["seconds"] for row in outcomes) / len(outcomes),
         "at_once": sum(row["seconds"] for row in outcomes) / working_s,
-        "accuracy": sum(row["metrics"]["valid/accuracy"] for row in results) / len(results),
+        "accuracy": sum(row["metrics"]["valid/accuracy"] for row in results) / max(1, len(results)),
     }
 
 
@@ -88,7 +96,7 @@ def shapes(store: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000, help="updates a trial")
+    parser.add_argument("--steps", type=int, default=400, help="updates a trial")
     parser.add_argument("--seeds", type=int, default=4, help="seeds; trials = mechanisms x 4 rates x seeds")
     parser.add_argument("--mechanisms", nargs="+", default=["softmax", "linear"])
     parser.add_argument("--limit", type=float, default=280, help="seconds after which one sweep is given up")
