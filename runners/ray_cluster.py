@@ -4,17 +4,20 @@ What the launch needs is asked before anything runs: whether the address answers
 there, what each node has, whether it sees the store (or the shared storage) and has our dependencies. A node that
 joins later is not asked; its workers compare the code before their first job (`runners/code.py`).
 
-Not covered: the head node. When it is lost the cluster is, and so is this driver; `sweep resume` goes on elsewhere.
+The head node is the cluster: a launch that has not reached it for `HEAD_S` says so and ends, before Ray ends the
+process without a word of ours. `sweep resume` goes on where there is a cluster.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import platform
 import re
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +32,8 @@ from runners.shared import Shared
 from runners.stamp import DRIVER_VARIABLE, version
 from runners.store import read_json
 
+HEAD_S = 25.0
+"""How long the head node may be out of reach. Ray itself ends its drivers after 60 s of that."""
 ANSWER_S = 5.0
 """How long the address may take to answer."""
 PROBE_S = 120.0
@@ -55,6 +60,7 @@ class Cluster:
 
     address: str
     nodes: tuple[Node, ...]
+    head: Head | None = None
 
     def __str__(self) -> str:
         return f"the Ray cluster at {self.address}"
@@ -78,15 +84,74 @@ def connect(address: str, *, threads: int) -> Iterator[Cluster]:
     from runners import ray_tune  # its import sets what Ray reads when it is imported
 
     try:
-        with ray_tune.own_signals():
+        with ray_tune.own_signals(), _silence():
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=_environment(threads))
     except Exception as error:
         raise UserError(_explain(error, address), Exit.ENVIRONMENT) from error
+    _quiet()
+    head = Head(ray.get_runtime_context().gcs_address)
     try:
-        _quiet()
-        yield Cluster(address, _nodes(ray.nodes()))
+        yield Cluster(address, _nodes(ray.nodes()), head)
     finally:
-        ray.shutdown()  # of this driver's connection; the cluster is not ours to stop
+        if head.is_lost:
+            # Ray's own end waits for the head, in vain, and then ends the process with a code of its own.
+            atexit.register(_end_at_once)
+        else:
+            ray.shutdown()  # of this driver's connection; the cluster is not ours to stop
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Without standard error: Ray says there, once a second, that it cannot connect. We say it once, in words."""
+    sys.stderr.flush()
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
+
+
+def _end_at_once() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(Exit.ENVIRONMENT)
+
+
+class Head:
+    """The head node's server, by its address: whether it still answers."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._heard = self._asked = time.monotonic()
+        self.is_lost = False
+
+    def look(self) -> None:
+        """Call often. Raises `UserError` when the head has been out of reach for `HEAD_S`."""
+        now = time.monotonic()
+        if now - self._asked < HEAD_S / 5:
+            return
+        self._asked = now
+        try:
+            _knock(self._address)
+            self._heard = time.monotonic()
+        except OSError as error:
+            self.is_lost = time.monotonic() - self._heard > HEAD_S
+            if self.is_lost:
+                raise UserError(
+                    f"the head node of the Ray cluster has been out of reach for {HEAD_S:.0f} s ({self._address}: "
+                    f"{error.strerror or error}). What was committed is safe: the same command goes on from there, "
+                    "on a cluster that is up",
+                    Exit.ENVIRONMENT,
+                ) from error
+
+
+def _knock(address: str) -> None:
+    """Open and close a connection to HOST:PORT. Raises `OSError` if nobody is there."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
 
 
 def _refuse(address: str) -> None:
@@ -104,11 +169,11 @@ def _refuse(address: str) -> None:
         )
     if address == "auto":
         return
-    host, colon, port = address.rpartition(":")
+    _, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"--address {address}: give HOST:PORT of the head node, usually port 6379, or auto")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+        _knock(address)
     except OSError as error:
         raise UserError(
             f"no Ray cluster answers at {address} ({error.strerror or error}): is its head node up (ray status there), "
@@ -130,7 +195,7 @@ def _explain(error: BaseException, address: str) -> str:
         )
     if address == "auto" and re.search("Could not find any running Ray instance|GCS address is unknown", text):
         return "--address auto: no node of a Ray cluster runs on this machine; give HOST:PORT, or start one (ray start)"
-    if re.search("Ray node|raylet|node_ip_address|IP address", text):
+    if re.search("No node info found|Ray node|raylet|node_ip_address|IP address", text):
         return (
             f"this machine is no node of the Ray cluster at {address}, and a launch has to be on one: "
             f"`ray start --address={address} --num-cpus=0` makes it one that takes no trials"

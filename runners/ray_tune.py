@@ -292,7 +292,8 @@ class RayExecutor:
                     for job in list(jobs.running.values()):
                         (Path(job.folder) / "attempts" / str(job.attempt) / STOP_FILE).touch()
                         courier.ask_to_stop(job)
-                if self._place.cluster is not None:
+                if self._place.cluster is not None and self._place.cluster.head is not None:
+                    self._place.cluster.head.look()
                     waiting.look(list(jobs.running.values()))
                 tick()
         jobs.close()
@@ -310,7 +311,7 @@ class RayExecutor:
         # Workers inherit these. Small operations run ten times slower when threads share a core.
         path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
         variables = {"OMP_NUM_THREADS": str(self._threads), "PYTHONPATH": path}
-        with _environment(variables), own_signals(), _another_group():
+        with environment(variables), own_signals(), _another_group():
             ray.init(
                 address="local",
                 num_cpus=self.slots * self._threads,
@@ -404,7 +405,8 @@ def _another_group() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """These variables, for what is started or read meanwhile."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

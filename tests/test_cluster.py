@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +25,7 @@ import test_cluster_files
 from test_ray import results
 from test_record import runs
 
-from runners import driver
+from runners import driver, ray_cluster
 from runners.ledger import Ledger
 from runners.schema import Exit, Plan, UserError
 from runners.shared import Shared
@@ -35,7 +38,7 @@ SCRIPT = """
 import json, sys
 sys.path[:0] = [{root!r}, {tests!r}]
 import plans
-from runners import driver
+from runners import driver, ray_cluster
 from runners.ledger import Ledger
 from pathlib import Path
 plan = plans.plan(**json.loads({plan!r}))
@@ -146,6 +149,47 @@ def test_an_address_that_cannot_work_is_told_at_once(tmp_path: Path, address: st
     with pytest.raises(UserError, match=words):
         driver.launch(plans.plan(), store=tmp_path / "runs", address=address, say=lambda _: None)
     assert time.monotonic() - began < 10
+
+
+def test_why_a_cluster_cannot_be_joined_is_told_in_words() -> None:
+    """Ray's own errors, and one of each that takes another machine to get."""
+    from ray._private.utils import check_version_info
+
+    with pytest.raises(RuntimeError) as mismatch:
+        check_version_info({"ray_version": "2.50.1", "python_version": "3.12.4"}, "here")
+    here = f"Ray {importlib.metadata.version('ray')} and Python {platform.python_version()}"
+    said = ray_cluster._explain(mismatch.value, "head:6379")
+    assert said == (
+        "the Ray cluster at head:6379 runs Ray 2.50.1 and Python 3.12.4, this environment "
+        f"{here}: they have to be the same"
+    )
+    for error, words in (
+        ("RPC error: InvalidAuthToken: Authentication token is missing", "asks for its token"),
+        ("No node info found matching attributes: '' when trying to resolve", "this machine is no node of"),
+        ("Something new\nwith more lines", "cannot join the Ray cluster at head:6379: Something new"),
+    ):
+        outer = ConnectionError("Failed to connect to Ray cluster") if "new" not in error else None
+        inner = RuntimeError(error)
+        if outer is not None:
+            outer.__cause__ = inner
+        assert words in ray_cluster._explain(outer or inner, "head:6379")
+    assert "no node of a Ray cluster runs on this machine" in ray_cluster._explain(
+        ConnectionError("Could not find any running Ray instance. Please specify"), "auto"
+    )
+
+
+def test_a_lost_head_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(ray_cluster.time, "monotonic", lambda: now[0])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        head = ray_cluster.Head(f"127.0.0.1:{server.getsockname()[1]}")
+        for now[0] in range(0, 600, 5):
+            head.look()
+    with pytest.raises(UserError, match="out of reach for 25 s") as caught:
+        for now[0] in range(600, 700):
+            head.look()
+    assert (head.is_lost, caught.value.exit_code) == (True, Exit.ENVIRONMENT)
+    assert now[0] <= 595 + ray_cluster.HEAD_S + 6
 
 
 def test_what_a_cluster_lacks_is_told_before_anything_runs(tmp_path: Path, cluster: tuple[str, list[Any]]) -> None:
