@@ -239,7 +239,8 @@ class Launch:
             self._watch.forget(folder, attempt)
             why = f"no progress for {words(silent_s)} (retry.hang)"
             told = f"{why}: its worker was killed"
-            is_killed = watch.kill(folder, member.trial.id, attempt, told, gpu=self.given.gpu)
+            end = self.place.end
+            is_killed = watch.kill(folder, member.trial.id, attempt, told, gpu=self.given.gpu, far=end)
             done = "its worker was killed" if is_killed else "its worker is out of reach from here"
             self.say(f"{member.cell}, seed {member.trial.seed}: {why}; {done}")
 

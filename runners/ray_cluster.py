@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import json
 import os
 import platform
 import re
+import signal
 import socket
 import sys
 import time
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from runners import code
+from runners.owner import Owner
 from runners.resources import Machine
 from runners.schema import Exit, Job, UserError
 from runners.shared import Shared
@@ -36,10 +39,13 @@ HEAD_S = 25.0
 """How long the head node may be out of reach. Ray itself ends its drivers after 60 s of that."""
 ANSWER_S = 5.0
 """How long the address may take to answer."""
+END_S = 30.0
 PROBE_S = 120.0
 """How long a node may take to answer: it starts a process, and perhaps unpacks our code first."""
 WAIT_S = 45.0
 """After so long without a worker at work, the user is told what is missing."""
+NODE_FILE = "node.json"
+"""In an attempt's folder: Ray's name of the node it ran on, and its address."""
 _MINE = re.compile(r"MEMSWEEP_(?!LEDGER|TRACKING|STORE|DRIVER)\w+")
 """Variables that workers get too. Those that may hold a password stay here."""
 
@@ -249,6 +255,30 @@ def is_lost(node_id: str) -> bool:
     with contextlib.suppress(Exception):
         return any(row["NodeID"] == node_id and not row["Alive"] for row in ray.nodes())
     return False
+
+
+def end(attempt: Path, worker: Owner) -> bool:
+    """Kill `worker` on the node that ran the attempt, which hangs there. False if that cannot be done."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node = read_json(attempt / NODE_FILE)
+    if not isinstance(node, dict):
+        return False
+    there = NodeAffinitySchedulingStrategy(node["node"], soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(_end).options(scheduling_strategy=there)
+    try:
+        return bool(ray.get(task.remote(dataclasses.asdict(worker)), timeout=END_S))
+    except Exception:  # the node is lost, or hangs too: then Ray gives it up
+        return False
+
+
+def _end(row: dict[str, Any]) -> bool:
+    worker = Owner(**row)
+    if not worker.is_here() or worker.is_dead():
+        return False
+    os.kill(worker.pid, signal.SIGKILL)
+    return True
 
 
 class Waiting:

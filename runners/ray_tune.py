@@ -38,6 +38,7 @@ from ray import tune  # noqa: E402
 from ray.tune.search import Searcher  # noqa: E402
 
 from runners import code, ray_cluster  # noqa: E402
+from runners.ray_cluster import NODE_FILE  # noqa: E402
 from runners.resources import Place, Share  # noqa: E402
 from runners.schema import EvalSlice, Failure, Job, Outcome, Rungs, Status, Trial  # noqa: E402
 from runners.scratch import make as make_scratch  # noqa: E402
@@ -47,8 +48,6 @@ from runners.trial import began, read_outcome, run_job, write_outcome  # noqa: E
 
 SHARED_S = 60.0
 """How long the driver waits for shared storage that is away, a job at a time."""
-NODE_FILE = "node.json"
-"""In an attempt's folder: Ray's name of the node it ran on."""
 _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Ray takes 127.0.0.1 to mean the address that the network sees; the next one it leaves alone."""
 _ROOT = str(Path(__file__).resolve().parent.parent)

@@ -14,6 +14,7 @@ from runners.schema import Exit, Job, Outcome, UserError
 from runners.store import read_json, write_json
 
 if TYPE_CHECKING:
+    from runners.owner import Owner
     from runners.ray_cluster import Cluster
     from runners.shared import Shared
 
@@ -80,6 +81,14 @@ class Place:
     @property
     def machine(self) -> Machine | None:
         return self.cluster.machine if self.cluster else None
+
+    def end(self, attempt: Path, worker: Owner) -> bool:
+        """Kill the worker of the attempt on its node of the cluster. False if it is out of reach."""
+        if self.cluster is None:
+            return False
+        from runners import ray_cluster
+
+        return ray_cluster.end(attempt, worker)
 
 
 class Executor(Protocol):

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from runners.owner import Owner
@@ -64,17 +65,32 @@ def _changed(path: Path) -> int:
         return 0
 
 
-def kill(folder: Path, trial_id: str, attempt: int, why: str, *, gpu: float = 0.0) -> bool:
+def kill(
+    folder: Path,
+    trial_id: str,
+    attempt: int,
+    why: str,
+    *,
+    gpu: float = 0.0,
+    far: Callable[[Path, Owner], bool] = lambda _attempt, _worker: False,
+) -> bool:
     """End the attempt's worker, which has `gpu` of a card, for `why`.
 
-    False if it is this process, gone already, or on another machine.
+    `far` ends, by its attempt's folder, one that is on another machine. False if the worker is this process, gone
+    already, or out of reach.
     """
-    row = read_json(folder / "attempts" / str(attempt) / WORKER_FILE)
+    home = folder / "attempts" / str(attempt)
+    row = read_json(home / WORKER_FILE)
     worker = Owner(**row) if isinstance(row, dict) else None
-    if worker is None or not worker.is_here() or worker.is_dead() or worker.pid == os.getpid():
+    if worker is None or worker.is_dead() or (worker.is_here() and worker.pid == os.getpid()):
         return False
     with contextlib.suppress(OSError):
-        write_outcome(folder / "attempts" / str(attempt), Outcome(trial_id, attempt, Status.FAILED, Failure.INFRA, why))
+        write_outcome(home, Outcome(trial_id, attempt, Status.FAILED, Failure.INFRA, why))
+    if not worker.is_here():
+        if is_ended := far(home, worker):
+            return is_ended
+        (home / "outcome.json").unlink(missing_ok=True)  # it may yet say more itself
+        return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker.pid, signal.SIGKILL)
     return True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -25,11 +27,13 @@ import test_cluster_files
 from test_ray import results
 from test_record import runs
 
-from runners import driver, ray_cluster
+from runners import driver, ray_cluster, trial, watch
 from runners.ledger import Ledger
+from runners.owner import Owner
+from runners.resources import Place
 from runners.schema import Exit, Plan, UserError
 from runners.shared import Shared
-from runners.store import Store, read_json
+from runners.store import Store, read_json, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -38,8 +42,10 @@ SCRIPT = """
 import json, sys
 sys.path[:0] = [{root!r}, {tests!r}]
 import plans
-from runners import driver, ray_cluster
+from runners import driver, ray_cluster, trial, watch
 from runners.ledger import Ledger
+from runners.owner import Owner
+from runners.resources import Place
 from pathlib import Path
 plan = plans.plan(**json.loads({plan!r}))
 say = lambda line: print(line, flush=True)
@@ -185,9 +191,13 @@ def test_a_lost_head_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         head = ray_cluster.Head(f"127.0.0.1:{server.getsockname()[1]}")
         for now[0] in range(0, 600, 5):
             head.look()
-    with pytest.raises(UserError, match="out of reach for 25 s") as caught:
+
+    def wait() -> None:
         for now[0] in range(600, 700):
             head.look()
+
+    with pytest.raises(UserError, match="out of reach for 25 s") as caught:
+        wait()
     assert (head.is_lost, caught.value.exit_code) == (True, Exit.ENVIRONMENT)
     assert now[0] <= 595 + ray_cluster.HEAD_S + 6
 
@@ -200,6 +210,22 @@ def test_what_a_cluster_lacks_is_told_before_anything_runs(tmp_path: Path, clust
             driver.launch(plans.plan(resources=resources), store=store.root, address=address, say=lambda _: None)
         assert caught.value.exit_code == Exit.ENVIRONMENT
     assert not list(store.root.glob("trials/*/attempts"))
+
+
+def test_a_worker_that_hangs_on_another_node_is_killed_there(tmp_path: Path, cluster: tuple[str, list[Any]]) -> None:
+    attempt = tmp_path / "attempts" / "1"
+    worker = subprocess.Popen(["sleep", "300"])
+    row = dataclasses.asdict(Owner.of(worker.pid))
+    (attempt).mkdir(parents=True)
+    with ray_cluster.connect(cluster[0], threads=1) as joined:
+        write_json(attempt / ray_cluster.NODE_FILE, {"node": joined.nodes[0].id, "ip": joined.nodes[0].ip})
+        far = Place(joined).end
+        write_json(attempt / trial.WORKER_FILE, row | {"host": "another machine"})
+        assert not watch.kill(tmp_path, "t", 1, "why", far=far), "it is not on that node either"
+        assert worker.poll() is None
+        assert trial.read_outcome(tmp_path, "t", 1) is None
+        assert far(attempt, Owner(**row)), "what a node does for one of its own"
+    assert worker.wait(timeout=30) == -signal.SIGKILL
 
 
 HIDDEN = [
