@@ -137,7 +137,7 @@ def test_what_was_measured_replaces_guesses_and_corrects_the_others(tmp_path: Pa
     assert linear.basis == "from 2 trials"
     factor = 31.0 / (guess["softmax"].seconds or 1)
     assert linear.seconds == pytest.approx((guess["linear"].seconds or 0) * factor, rel=0.1)
-    assert found.needs == {"nothing": 2, "train": 4, "evaluate": 0, "train again": 0}
+    assert found.needs == {"nothing": 2, "train": 4, "evaluate": 0, "train again": 0, "train afresh": 0}
     assert (softmax.to_run, linear.to_run) == (1, 3)
     assert not found.is_measured
     longer = bill.make(plan(TWO, tmp_path, catalog=CATALOG, sets=["train.steps=40"]), store=store.root, catalog=CATALOG)

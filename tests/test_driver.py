@@ -23,8 +23,7 @@ import stores
 from engines import Fake
 from sqlalchemy.exc import OperationalError
 
-from runners import driver, launching, resources, trial
-from runners import ledger as ledgers
+from runners import database, driver, launching, resources, trial
 from runners.ledger import Ledger
 from runners.owner import Owner
 from runners.schema import Exit, Plan, Trial, UserError
@@ -375,7 +374,7 @@ def test_a_ledger_that_may_not_be_written_is_not_called_damaged(
         raise OperationalError("begin", {}, sqlite3.OperationalError("attempt to write a readonly database"))
 
     monkeypatch.setattr(Ledger, "_make", refuse)
-    monkeypatch.setattr(ledgers, "_writable", lambda _: False)  # permissions do not bind root
+    monkeypatch.setattr(database, "_writable", lambda _: False)  # permissions do not bind root
     with pytest.raises(UserError, match="cannot be written") as caught:
         launch(plans.plan())
     assert caught.value.exit_code == Exit.ENVIRONMENT
