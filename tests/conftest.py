@@ -21,6 +21,12 @@ if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it has to be set before any kernel file is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
+import stores
+from engines import Fake
+
+from runners import trial
+from runners.store import Store
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
@@ -34,6 +40,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A new store, with MLflow's database set up."""
+    return stores.make(tmp_path / "runs")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """A small engine in place of the one that trains."""
+    made = Fake()
+    monkeypatch.setattr(trial, "load_engine", made.engine)
+    return made
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    """What a launch says."""
+    return []
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from typing import Any
 import fake_store
 import plans
 import pytest
-import stores
 from engines import Fake
 from sqlalchemy.exc import OperationalError
 
@@ -31,23 +30,6 @@ from runners.store import Store, seal, write_json
 from sweeps import operate
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return stores.make(tmp_path / "runs")
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    made = Fake()
-    monkeypatch.setattr(trial, "load_engine", made.engine)
-    return made
-
-
-@pytest.fixture
-def lines() -> list[str]:
-    return []
 
 
 Launch = Callable[..., driver.Summary]

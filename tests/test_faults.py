@@ -23,7 +23,6 @@ from typing import Any
 
 import plans
 import pytest
-import stores
 import torch
 from engines import Fake
 
@@ -36,23 +35,6 @@ from runners.store import Store, read_sealed, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 Launch = Callable[..., driver.Summary]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return stores.make(tmp_path / "runs")
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    made = Fake()
-    monkeypatch.setattr(trial, "load_engine", made.engine)
-    return made
-
-
-@pytest.fixture
-def lines() -> list[str]:
-    return []
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from typing import Any
 
 import plans
 import pytest
-import stores
 from engines import Fake
 from mlflow.tracking import MlflowClient
 
@@ -27,23 +26,6 @@ from runners.schema import Exit, Plan, Status, UserError
 from runners.store import Store, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return stores.make(tmp_path / "runs")
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    made = Fake()
-    monkeypatch.setattr(trial, "load_engine", made.engine)
-    return made
-
-
-@pytest.fixture
-def lines() -> list[str]:
-    return []
 
 
 @pytest.fixture

@@ -146,11 +146,6 @@ def _limit_rows(monkeypatch: pytest.MonkeyPatch, limit: int, *, in_training: boo
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return stores.make(tmp_path / "runs")
-
-
-@pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     made = Fake()
     monkeypatch.setattr(trial, "load_engine", made.engine)

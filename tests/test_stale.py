@@ -9,7 +9,6 @@ from typing import Any
 
 import plans
 import pytest
-import stores
 from engines import Fake
 from test_record import points, runs
 
@@ -42,21 +41,11 @@ def code(monkeypatch: pytest.MonkeyPatch) -> Code:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return stores.make(tmp_path / "runs")
-
-
-@pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     made = Fake()
     monkeypatch.setattr(trial, "load_engine", made.engine)
     monkeypatch.setattr(trial, "_POLL_S", 0.0)
     return made
-
-
-@pytest.fixture
-def lines() -> list[str]:
-    return []
 
 
 @pytest.fixture

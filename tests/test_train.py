@@ -504,6 +504,7 @@ def test_no_step_waits_for_the_card() -> None:
             run.advance()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert run.step == 40 + run.log_every - 1
 
 
 @pytest.mark.gpu
