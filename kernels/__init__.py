@@ -2,7 +2,7 @@
 
 Each op file reads from top to bottom: the recurrence in plain torch (the law), the chunked form in torch, and one
 public function with `impl="auto" | "reference" | "chunked" | "triton"`. Where an op has Triton kernels, its private
-twins hold them (`_op_triton.py`) and their launches (`_op.py`); "auto" does not take them yet. Importing this
+twins hold them (`_op_triton.py`) and their launches (`_op.py`); "auto" takes them on a card. Importing this
 package imports no op and no torch.
 """
 

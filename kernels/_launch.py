@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -18,22 +19,26 @@ NO_KERNEL = "has no Triton kernel"
 WIDEST = 256
 """Numbers in a head, at most, in a Triton kernel: a wider state does not fit a multiprocessor."""
 
+SOUND = (12, 9)
+"""The oldest assembler (ptxas) of which no wrong code for Hopper cards is known here."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def resolve(impl: str, op: str, unfit: str | None = NO_KERNEL) -> str:
     """`impl` with "auto" replaced by what runs here. Raises ValueError for one that `op` does not have.
 
-    `unfit`: why a Triton kernel cannot take these inputs (`triton_unfit`), None where it can. "auto" is "chunked"
-    everywhere until the whole table of tests has passed on a card: on 2026-11-30, on an H200 (Triton 3.6, its ptxas
-    12.8), one case read memory that it should not and one was 7.5 % off. A trial's numbers come first.
+    `unfit`: why a Triton kernel cannot take these inputs (`triton_unfit`), None where it can. "auto" is "triton" on
+    every card that can, and "chunked" elsewhere: in Triton's interpreter too, which is there for tests.
     """
     if impl not in IMPLS:
         known = [name for name in IMPLS if name != "triton" or unfit != NO_KERNEL]
         raise ValueError(f"impl={impl!r}: {op} knows {', '.join(known)}")
     if impl == "triton" and unfit is not None:
         raise ValueError(f"impl='triton': {op} {unfit}; use 'auto' or 'chunked'")
-    return "chunked" if impl == "auto" else impl
+    if impl == "auto":
+        return "triton" if unfit is None and not interpreted() else "chunked"
+    return impl
 
 
 def triton_unfit(*tensors: Tensor | None, heads: tuple[int, ...] = ()) -> str | None:
@@ -62,10 +67,23 @@ def _unfit(
         return None
     if device != "cuda":
         return f"needs tensors on a CUDA card for its Triton kernel, not on {device}"
-    if torch.cuda.get_device_capability(card) < (8, 0):
+    major, _ = torch.cuda.get_device_capability(card)
+    if major < 8:
         return "needs a card of compute capability 8.0 or more for its Triton kernel"
-    choose_assembler(getattr(torch._C, "_cuda_getDriverVersion", int)())
+    assembler = choose_assembler(newest_cuda())
+    if major == 9 and _release(assembler) < SOUND:
+        return f"needs ptxas {'.'.join(map(str, SOUND))} or newer on this card for its Triton kernel, not {assembler}"
     return None
+
+
+def newest_cuda() -> int:
+    """The newest CUDA that this machine's driver runs, by CUDA's number: 13000 for 13.0; 0 without a driver."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    version = ctypes.c_int()
+    return version.value if library.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
 
 
 @functools.cache
@@ -74,9 +92,10 @@ def choose_assembler(driver: int) -> str:
 
     The default of Triton 3.6 and 3.7 on cards before Blackwell, ptxas 12.8, can read a register that nothing wrote:
     seen in the state update of linear attention, where it took the addresses of three quarters of an operand from
-    one, and the result was wrong without a word. The wheel's other one makes sound code of the same input, as
-    test_kernels_compile.py checks. `driver` is CUDA's number for what the driver runs, 13000 for 13.0: an assembler of
-    a later major version stays unused. So does the choice, if TRITON_PTXAS_PATH makes another.
+    one, and the result was wrong without a word. On an H200, 101 of 162 tests of the kernels failed with it (most
+    after one of them had read memory that is not there), and none for that reason with the wheel's other one, 12.9.
+    `driver` is the newest CUDA that the driver runs (`newest_cuda`): an assembler of a later major version stays
+    unused. So does the choice, if TRITON_PTXAS_PATH makes another.
     """
     from triton import knobs
     from triton.backends.nvidia import compiler

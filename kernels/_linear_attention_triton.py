@@ -111,6 +111,15 @@ def _channel_product(P, v, G, fine, C: tl.constexpr, reverse: tl.constexpr, exac
 
 
 @triton.jit
+def _factor(x, product: tl.constexpr, prec: tl.constexpr):
+    """`x` (fp32) as a factor of a product. Rounded to TF32 where the tensor cores would cut it off: half the error."""
+    if product == tl.float32 and prec == "tf32":
+        bits = x.to(tl.int32, bitcast=True) + 0x1000
+        return tl.where(x == x, (bits & -0x2000).to(tl.float32, bitcast=True), x)
+    return x.to(product)
+
+
+@triton.jit
 def _absorb(
     S, z, k, v, side, write, kept, decay: tl.constexpr, norm: tl.constexpr, product: tl.constexpr, prec: tl.constexpr
 ):
@@ -126,11 +135,11 @@ def _absorb(
             weighted *= write
         z = tl.sum(weighted, 0) + (z if decay == "none" else z * kept)
     if decay == "token":
-        S, v = S * kept, (v * write[:, None]).to(product)
+        S, v = S * kept, _factor(v * write[:, None], product, prec)
     if decay == "key":
-        S, k = S * kept[:, None], (k * write).to(product)
+        S, k = S * kept[:, None], _factor(k * write, product, prec)
     if decay == "value":
-        S, v = S * kept[None, :], (v * write).to(product)
+        S, v = S * kept[None, :], _factor(v * write, product, prec)
     return tl.dot(tl.trans(k), v, acc=S, input_precision=prec), z
 
 
@@ -250,9 +259,9 @@ def _walk(
                 P = tl.where(seen, P, 0.0)
         # What the tokens before the chunk give, and those inside it
         if decay == "key":
-            before = tl.dot((q_i * read).to(product), S.to(product), input_precision=prec)
+            before = tl.dot(_factor(q_i * read, product, prec), _factor(S, product, prec), input_precision=prec)
         else:
-            before = tl.dot(q_i, S.to(product), input_precision=prec)
+            before = tl.dot(q_i, _factor(S, product, prec), input_precision=prec)
         if norm == "row":
             before += side_i[:, None] * z[None, :]
         if norm == "column":
@@ -265,7 +274,7 @@ def _walk(
         if decay == "value":
             inside += _channel_product(P, v_i.to(tl.float32), G, fine, C, reverse, exact)
         else:
-            inside = tl.dot(P.to(product), v_i, acc=inside, input_precision=prec)
+            inside = tl.dot(_factor(P, product, prec), v_i, acc=inside, input_precision=prec)
         if gate == "record":
             # The states stand as (token's chunk, W, D): as this walk holds them
             at = chunk_states + c * chunk_step * (D * W) + d[:, None] * W + w[None, :]

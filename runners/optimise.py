@@ -39,19 +39,28 @@ class FlatAdam:
         decay = [weight_decay, 0.0] if decayed else [0.0]
         groups = [{"params": [flat], "weight_decay": wd} for flat, wd in zip(self.flats, decay, strict=False)]
         kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optimizer]
-        self.inner = kind(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-        self.bad = torch.zeros((), device=self.flats[0].device)
+        device = self.flats[0].device
+        # On a card the rate is read there: an update that is recorded as a CUDA graph finds the newest.
+        self.rate: Tensor | float = torch.zeros((), device=device) if device.type == "cuda" else 0.0
+        self.inner = kind(groups, lr=self.rate, betas=betas, eps=eps, fused=True, capturable=device.type == "cuda")
+        self.bad = torch.zeros((), device=device)
         self.inner.found_inf = self.bad  # what a gradient scaler sets: 1 skips the update
 
-    def step(self, lr: float, loss: Tensor) -> Tensor:
+    def set_rate(self, lr: float) -> None:
+        """The learning rate of the updates to come."""
+        if isinstance(self.rate, Tensor):
+            self.rate.fill_(lr)
+            return
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+
+    def step(self, loss: Tensor) -> Tensor:
         """One update from the gradients there are, which are then zeroed. Returns their norm before clipping."""
         grads = [flat.grad for flat in self.flats if flat.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
         self.bad.copy_(torch.maximum(self.bad, (~torch.isfinite(norm + loss)).float()))
         if self.clip is not None:
             torch._foreach_mul_(grads, (self.clip / (norm + 1e-6)).clamp(max=1.0))
-        for group in self.inner.param_groups:
-            group["lr"] = lr
         self.inner.step()
         torch._foreach_zero_(grads)
         return norm

@@ -11,6 +11,7 @@ Weight decay acts on the matrices of `nn.Linear` and on the embedding alone (`Mo
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
@@ -23,11 +24,14 @@ from torch import Tensor
 
 from runners import evaluate, micro, streams, tasks
 from runners import model as models
+from runners.batch import Batch
 from runners.feed import Feed
+from runners.graphs import Recorded
 from runners.optimise import FlatAdam
 from runners.rungs import decide
 from runners.schema import Rungs, Trial, UserError
 
+_log = logging.getLogger(__name__)
 REVISION = 1
 LIMITS = [
     "steps is None or steps >= 1",
@@ -284,6 +288,7 @@ class _Run:
             weight_decay=t.weight_decay,
             clip=t.clip,
         )
+        self.update = Recorded(self._update, device, _log.warning)
         self.step = self.tokens = self.unread = 0
         self.losses = torch.zeros(self.log_every, device=device)
         self.norms = torch.zeros(self.log_every, device=device)
@@ -304,9 +309,8 @@ class _Run:
     def advance(self) -> None:
         """One update, and whatever falls due after it."""
         batch = self.feed.batch(self.step)
-        loss = micro.backward(self.model, batch, self.train.dtype, self.micro_batch)
-        self.norms[self.unread] = self.optimiser.step(self.train.lr_at(self.step, self.steps), loss)
-        self.losses[self.unread] = loss
+        self.optimiser.set_rate(self.train.lr_at(self.step, self.steps))
+        self.losses[self.unread], self.norms[self.unread] = self.update(batch)
         self.tokens += batch.tokens_BT.numel()
         self.step += 1
         self.unread += 1
@@ -317,6 +321,11 @@ class _Run:
             self._validate()
         if last and not self.over:
             self.stopped_by = "steps"
+
+    def _update(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss, and the norm of its gradient before clipping."""
+        loss = micro.backward(self.model, batch, self.train.dtype, self.micro_batch)
+        return loss, self.optimiser.step(loss)
 
     def _point(self, metrics: dict[str, float]) -> None:
         self.metrics.update(metrics)

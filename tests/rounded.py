@@ -15,6 +15,7 @@ FLOOR = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 FACTORS = {
     torch.ops.aten.mm: (0, 1),
     torch.ops.aten.bmm: (0, 1),
+    torch.ops.aten.addmm: (1, 2),
     torch.ops.aten.baddbmm: (1, 2),
     torch.ops.aten.baddbmm_: (1, 2),
 }

@@ -193,15 +193,18 @@ def test_a_call_is_captured_in_a_graph_and_waits_for_nothing(case: Case) -> None
         o, S, _ = delta_rule(**{**inputs, **leaves}, impl="triton")
         return [o, S, *torch.autograd.grad([o, S], wanted, [torch.ones_like(o), torch.ones_like(S)])]
 
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        once = call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()  # autograd stays on the stream on which it first saw a leaf: that of the capture
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            once = call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         captured = call()
     graph.replay()
     torch.cuda.synchronize()

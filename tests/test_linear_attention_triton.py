@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from rounded import FLOOR, RoundedProducts, error
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -20,7 +20,6 @@ from kernels.linear_attention import linear_attention as attend
 
 CARD = torch.cuda.is_available()
 DEVICE = "cuda" if CARD else "cpu"
-FLOOR = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 
 # T, (H, Hk), (K, V), decay, normalize, start, how the tensors lie, segments (None: as chosen)
 CASES: list[tuple[int, tuple[int, int], tuple[int, int], str, bool, bool, str, int | None]] = [
@@ -51,22 +50,6 @@ CASES: list[tuple[int, tuple[int, int], tuple[int, int], str, bool, bool, str, i
 
 LENGTHS = (0, 1, 0, 17, 1, 33, 2)
 """Of packed sequences; the last has what is left."""
-
-
-class Rounded(TorchDispatchMode):
-    """Inside, the factors of every matrix product are rounded to `dtype` and multiplied in fp32."""
-
-    PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten.addmm)
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in self.PRODUCTS and self.dtype != torch.float32:
-            *added, a, b = args
-            args = (*added, *(x.to(self.dtype).to(x.dtype) for x in (a, b)))
-        return func(*args, **(kwargs or {}))
 
 
 def laid(x: Tensor, how: str) -> Tensor:
@@ -132,15 +115,9 @@ def run(inputs: dict[str, Any], impl: str, change: Any = lambda x: x) -> list[Te
     return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, flat(list(leaves.values())), weights)]
 
 
-def error(x: Tensor, exact: Tensor) -> float:
-    """RMS of the difference over the RMS of the exact."""
-    x, exact = x.double(), exact.double()
-    return float((x - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp(min=1e-30))
-
-
 def assert_as_good_as_torch(given: list[Tensor], inputs: dict[str, Any], dtype: torch.dtype, label: Any) -> None:
     exact = run(inputs, "chunked", lambda x: x.double())
-    with Rounded(dtype):
+    with RoundedProducts(dtype):
         rounded = run(inputs, "chunked")
     n_values = len(exact) - len(flat(list(inputs.values())))
     for i, (x, y, e) in enumerate(zip(given, rounded, exact, strict=True)):

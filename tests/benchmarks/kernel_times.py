@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels._launch import choose_assembler, triton_unfit
+from kernels._launch import choose_assembler, newest_cuda, triton_unfit
 from kernels.delta_rule import delta_rule
 from kernels.linear_attention import linear_attention
 
@@ -208,8 +208,8 @@ def main() -> None:
     unfit = triton_unfit(torch.empty(1, device="cuda"), heads=(64,))
     if unfit is not None:
         parser.exit(3, f"this machine {unfit}\n")
-    driver = getattr(torch._C, "_cuda_getDriverVersion", int)()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ptxas {choose_assembler(driver)}", flush=True)
+    assembler = choose_assembler(newest_cuda())
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ptxas {assembler}", flush=True)
     rows = []
     for op in options.ops.split(","):
         for shape in SHAPES:

@@ -1,0 +1,74 @@
+"""Training on a card: no waiting inside a step, and CUDA graphs that change no bit. Needs one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_train import CLEAN, SEGMENTS, Log, fit, same, stop_after, trial
+
+import mechanisms
+from runners import train as training
+
+pytestmark = pytest.mark.gpu
+CARD = torch.device("cuda")
+
+
+def test_no_step_waits_for_the_card() -> None:
+    run = training._Run(trial(steps=1000, eval_every=1000), CARD)
+    for _ in range(40):  # warm: allocations, kernels, rows made ahead
+        run.advance()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(run.log_every - 1):
+            run.advance()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.step == 40 + run.log_every - 1
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_learns_on_the_card(dtype: str) -> None:
+    result = fit(trial(steps=250, batch_size=16, task=CLEAN, dtype=dtype), device=CARD)
+    assert result.metrics["valid/accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("mechanism", mechanisms.names())
+def test_recorded_updates_are_the_updates(mechanism: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = trial(mechanism=mechanism, steps=40, dtype=dtype, task={"segments": SEGMENTS, "order": "mixed"})
+    run = training._Run(of, CARD)
+    while not run.over:
+        run.advance()
+    assert run.update.on, "no graph could be recorded"
+    assert len(run.update._recordings) >= 2, "one for each shape of batch"
+    monkeypatch.setenv("MEMSWEEP_CUDA_GRAPHS", "0")
+    same(run.final(), fit(of, device=CARD))
+
+
+def test_a_resumed_run_records_anew() -> None:
+    of = trial(steps=40)
+    whole, log = fit(of, device=CARD), Log()
+    first = fit(of, device=CARD, should_stop=stop_after(17), log=log)
+    assert first.status == "interrupted"
+    same(whole, fit(of, device=CARD, start=log.snapshots[-1]))
+
+
+def test_an_update_that_cannot_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = trial(steps=20)
+    whole = fit(of, device=CARD)
+    run = training._Run(of, CARD)
+    update = run.update._update
+
+    def waits(batch):
+        loss, norm = update(batch)
+        float(loss)
+        return loss, norm
+
+    said = []
+    run.update._update, run.update._tell = waits, said.append
+    while not run.over:
+        run.advance()
+    assert not run.update.on
+    assert "without CUDA graphs" in said[0]
+    assert run.final().metrics == whole.metrics
