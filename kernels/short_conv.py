@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels._launch import check, full_precision, resolve
+from kernels._launch import check, full_precision, resolve, triton_unfit
+
+WIDEST = 8
+"""The widest convolution that the Triton kernel takes: it holds W tokens in registers."""
 
 
 def reference(x_BTD: Tensor, w_DW: Tensor, state_BWD: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,15 +78,23 @@ def short_conv(
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`x` convolved causally with `w`, and the last W-1 tokens. `activation`: None or "silu"."""
-    impl = resolve(impl, "short_conv")
     (B, T, D), width = x_BTD.shape, w_DW.shape[1]
+    unfit = triton_unfit(x_BTD, w_DW, state)
+    if unfit is None and width > WIDEST:
+        unfit = f"takes a width of at most {WIDEST} in its Triton kernel, not {width}"
+    impl = resolve(impl, "short_conv", unfit)
     check("short_conv", "w", w_DW, (D, width))
     if activation not in (None, "silu"):
         raise ValueError(f"short_conv: activation={activation!r} should be None or 'silu'")
-    weight, history = w_DW.to(x_BTD.dtype), x_BTD.new_zeros(B, width - 1, D)
     if state is not None:
         check("short_conv", "state", state, (B, width - 1, D))
-        history = state.to(x_BTD.dtype)
+    if impl == "triton":
+        from kernels._short_conv import Convolve  # Triton is not everywhere
+
+        y_BTD, last_BWD = Convolve.apply(x_BTD, w_DW, state, activation is not None)
+        return y_BTD, last_BWD
+    weight = w_DW.to(x_BTD.dtype)
+    history = x_BTD.new_zeros(B, width - 1, D) if state is None else state.to(x_BTD.dtype)
     last = torch.cat([history[:, min(T, width - 1) :], x_BTD[:, max(0, T - width + 1) :]], 1)
     if impl == "reference":
         y_BTD, _ = reference(x_BTD, weight, history)

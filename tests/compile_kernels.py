@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels import _delta_rule, _launch, _linear_attention, delta_rule, linear_attention
+from kernels import _delta_rule, _launch, _linear_attention, delta_rule, linear_attention, short_conv
 
 TRITON_RUN = JITFunction.run
 NEWEST_DRIVER = 99_000
@@ -161,6 +161,15 @@ def run_delta_rule(
         cu_seqlens=torch.tensor([0, 40, T]) if packed else None,
     )  # fmt: skip
     (o.sum() + S.sum()).backward()
+
+
+def run_short_conv(D: int, W: int, dtype: str, silu: bool = True, start: bool = False) -> None:
+    B, T = 2, 100
+    y, last = short_conv.short_conv(
+        draw(dtype, B, T, D), draw("float32", D, W), "silu" if silu else None,
+        draw(dtype, B, W - 1, D) if start else None, impl="triton",
+    )  # fmt: skip
+    (y.sum() + last.sum() if start else y.sum()).backward()
 
 
 if __name__ == "__main__":
