@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Small torch operations run ten times slower when several threads share two cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help run test chaos check format clean
+.PHONY: help run test chaos bench check format clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -17,6 +17,9 @@ test: .venv/.test check  ## install, then lint, type-check and run the test suit
 
 chaos: .venv/.test  ## five sweeps of 24 trials, each with ten SIGKILLs of workers, drivers and nodes, against an undisturbed one
 	$(BIN)/python tests/chaos.py --rounds 5 --kills 10
+
+bench: .venv/.run  ## times the kernels on this machine's CUDA card: sweep bench kernels
+	$(BIN)/sweep bench kernels
 
 check: .venv/.test  ## lint, types and layers only
 	$(BIN)/ruff check .
