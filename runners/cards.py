@@ -24,12 +24,19 @@ class Cards:
         self.given, self._store = given, store
         self._packer: Packer | None = None
         self._places: dict[str, Place] = {}
+        self._overlapping = False
 
     def begin(self, trials: Iterable[Trial]) -> None:
         """Before the first trial: take in what earlier launches measured of trials like these."""
         if self.given.packed:
             known = packing.earlier(self._store, trials, card_name())
             self._packer = Packer(self.given.gpus, self.given.slots, known)
+
+    def overlap(self, overlapping: bool) -> None:
+        """Say whether kernels of trials that share a card run side by side, or take turns."""
+        self._overlapping = overlapping
+        if self._packer is not None:
+            self._packer.overlapping = overlapping
 
     def take(self, queue: deque[Member]) -> Member | None:
         """The next trial of `queue` that there is room for now, taken out of it; None if all have to wait."""
@@ -71,20 +78,26 @@ class Cards:
                 with contextlib.suppress(OSError):  # only a later launch would read it
                     meter.write(self._attempt(trial_id, attempt), known)
 
-    def ended(self, outcome: Outcome) -> bool:
-        """Take back the place of a trial: whether it is to be run again because others had the memory it needed.
+    def ended(self, outcome: Outcome) -> str | None:
+        """Take back the place of a trial: why it is to be run again alone, if others are to blame for its failure.
 
-        Such an attempt says nothing about the trial's own size, so it leaves no word that would halve its batch.
+        They may have had the memory that it needed; or, where kernels run side by side, a kernel of theirs that failed
+        for good took its device away. Such an attempt says nothing about the trial's own size, so it leaves no word
+        that would halve its batch.
         """
         self._learn(outcome.trial_id, outcome.attempt)
-        is_crowded = (
-            self._packer is not None and outcome.failure == Failure.OOM and self._packer.ran_out(outcome.trial_id)
-        )
-        if is_crowded:
+        why = None
+        if outcome.failure == Failure.OOM:
+            why = "out of memory"
+        elif outcome.failure == Failure.ERROR and self._overlapping and "CUDA error" in (outcome.error or ""):
+            why = "a CUDA error, maybe of another trial's,"
+        if self._packer is None or why is None or not self._packer.suffered(outcome.trial_id):
+            why = None
+        elif outcome.failure == Failure.OOM:
             attempt = self._attempt(outcome.trial_id, outcome.attempt)
             write_outcome(attempt, dataclasses.replace(outcome, micro_batch=None), gpu=self.gpu(outcome.trial_id))
         self.leave(outcome.trial_id)
-        return is_crowded
+        return why
 
     def leave(self, trial_id: str) -> None:
         """The trial has ended, or was not begun."""

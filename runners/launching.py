@@ -7,17 +7,17 @@ drops.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from runners import alone, guards, split, watch
+from runners import alone, guards, mps, split, watch
 from runners.budget import Allowance, Budget, Span
 from runners.cards import Cards
 from runners.durations import words
@@ -114,7 +114,12 @@ class Launch:
             projector.start()
             # A driver that could not renew its leases for their whole length stops: others may take its trials.
             leases = guards.renewing(lambda: self.ledger.renew(self.owner), self._lost_leases, RENEW_S, LEASE_S)
-            with Display(self.say, tty) as self._display, guards.signals(self._stop_by_signal), leases, self._machine():
+            with (
+                Display(self.say, tty) as self._display,
+                guards.signals(self._stop_by_signal),
+                leases,
+                self._machine(executor),
+            ):
                 self._work(executor)
         backlog = projector.finish()
         return self._summary(skipped, backlog)
@@ -208,9 +213,17 @@ class Launch:
                     self.tick()
                     time.sleep(0.2)
 
-    def _machine(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _machine(self, executor: str) -> Iterator[None]:
+        """The machine to ourselves, if the spec says so; and cards on which kernels of several trials overlap."""
         is_alone = bool(self.plan.resources.get("alone"))
-        return alone.machine(is_alone, say=self.say, should_stop=self.should_stop, tick=self.tick)
+        shares = self.given.packed and executor == "ray"
+        with (
+            alone.machine(is_alone, say=self.say, should_stop=self.should_stop, tick=self.tick),
+            mps.service(self.say) if shares else contextlib.nullcontext(False) as overlapping,
+        ):
+            self.cards.overlap(overlapping)
+            yield
 
     def should_stop(self) -> bool:
         return self._stopped_by is not None
@@ -343,17 +356,17 @@ class Launch:
         """Write how a job ended; tell a failure at once; queue it again if the plan allows."""
         with self._lock:
             member, missing, _ = self._running.pop(outcome.trial_id)
-            is_crowded = self.cards.ended(outcome)
+            suffered = self.cards.ended(outcome)
             if not self._finish(member, outcome):
                 self._elsewhere[outcome.trial_id] = member  # a newer attempt has it
             elif outcome.status.is_done:
                 self._worked += 1
                 (self._evaluated if missing == Need.EVALUATE else self._ran).add(outcome.trial_id)
                 self._end(member)
-            elif is_crowded:
+            elif suffered:
                 self._queue.append(member)
                 where = f"{member.cell}, seed {member.trial.seed}"
-                self.say(f"{where}: out of memory beside others; trying again with a card to itself")
+                self.say(f"{where}: {suffered} beside others; trying again with a card to itself")
             elif outcome.status == Status.FAILED:
                 self._worked += 1
                 if missing != Need.EVALUATE and need(self.store, member) == Need.EVALUATE:

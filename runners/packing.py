@@ -5,7 +5,8 @@
 The rule. A card takes one more trial while
   - their memory adds up to at most 0.9 of the card's,
   - their busy shares add up to at most 1.25: a trial's start, checkpoints and evaluation leave gaps, and a card that is
-    asked for a little more than it has stays full,
+    asked for a little more than it has stays full; or to at most 8 where kernels of several processes run side by side
+    (`runners/mps.py`): a small kernel keeps the card busy and leaves most of it empty,
   - and all cards together hold at most one trial a CPU core: launching kernels keeps a core busy.
 The first trial of all runs alone until its first updates have been measured. After that a shape that nobody knows may
 join a card on the guess that it needs as much as the hungriest one known, and twice its memory. A trial that runs out
@@ -28,7 +29,7 @@ from runners.split import shape
 from runners.store import Store
 
 MEMORY_LIMIT = 0.9
-BUSY_LIMIT = 1.25
+BUSY_LIMIT, BUSY_LIMIT_OVERLAPPING = 1.25, 8.0
 GUESSED_MEMORY = 2.0
 UNSEEN_BYTES = 2 * 2**30
 """Memory that evaluations may need beyond the first updates, until a trial of the shape has been seen to its end."""
@@ -53,10 +54,13 @@ class _Guest:
 
 
 class Packer:
-    """Places trials on cards. `most` = trials at once on all of them. Not safe for threads by itself."""
+    """Places trials on cards. `most` = trials at once on all of them; `overlapping`: their kernels run side by side.
+
+    Not safe for threads by itself.
+    """
 
     def __init__(self, cards: int, most: int, known: Mapping[str, Reading] | None = None) -> None:
-        self.most = most
+        self.most, self.overlapping = most, False
         self._known = dict(known or {})
         self._guests: list[dict[str, _Guest]] = [{} for _ in range(cards)]
         self._shapes: dict[str, str] = {}
@@ -111,7 +115,8 @@ class Packer:
             return False
         room = MEMORY_LIMIT * min(reading.card_bytes for reading in total)
         fits = sum(reading.memory_bytes for reading in total) <= room
-        return fits and sum(map(self._busy, total)) <= BUSY_LIMIT
+        limit = BUSY_LIMIT_OVERLAPPING if self.overlapping else BUSY_LIMIT
+        return fits and sum(map(self._busy, total)) <= limit
 
     def _load(self, guests: Mapping[str, _Guest]) -> float:
         needs = [self._need(guest.shape) for guest in guests.values()]
@@ -168,8 +173,8 @@ class Packer:
         for guests in self._guests:
             guests.pop(trial_id, None)
 
-    def ran_out(self, trial_id: str) -> bool:
-        """A trial ran out of memory: whether it shared its card, and so is to be tried again alone."""
+    def suffered(self, trial_id: str) -> bool:
+        """A trial failed by what others may have done: whether it shared its card, so that it is tried again alone."""
         found = self._find(trial_id)
         if found is None or not found.had_company:
             return False

@@ -16,6 +16,8 @@ from runners.store import read_json, write_json
 
 PREFIX = "memsweep-ray-"
 OWNER_FILE = "owner.json"
+SERVICE = "mps"
+"""The folder in it where NVIDIA's Multi-Process Service has its pipes, if the driver started one."""
 _LONGEST = (107 if sys.platform == "linux" else 103) - 70
 """Bytes of a path that is short enough for the sockets that Ray puts below it; the system bounds their length."""
 
@@ -36,7 +38,10 @@ def dead() -> Iterator[Path]:
 
 def make() -> Path:
     """A folder of this driver; those of drivers that died on this machine are removed."""
+    from runners import mps
+
     for folder in dead():
+        mps.end_left(folder / SERVICE)
         shutil.rmtree(folder, ignore_errors=True)
     usual = Path(tempfile.gettempdir())
     fits = len(os.fsencode(usual / f"{PREFIX}12345678")) <= _LONGEST

@@ -140,14 +140,14 @@ def test_out_of_memory_beside_others_is_tried_alone_and_alone_is_its_own() -> No
     packer = Packer(1, 8, {packing.shape(some[0]): reading(1, 0.2)})
     placed(packer, some[:2])
     packer.leave(some[1].id)
-    assert packer.ran_out(some[0].id), "it had company, even if that has left"
+    assert packer.suffered(some[0].id), "it had company, even if that has left"
     packer.leave(some[0].id)
     packer.place(some[2])
     assert packer.place(some[0]) is None, "it waits for an empty card"
     packer.leave(some[2].id)
     assert packer.place(some[0]) is not None
     assert packer.place(some[3]) is None, "and nobody joins it"
-    assert not packer.ran_out(some[0].id)
+    assert not packer.suffered(some[0].id)
 
 
 def test_what_does_not_fit_is_passed_over_in_the_queue() -> None:
