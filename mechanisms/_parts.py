@@ -95,14 +95,14 @@ class ShortConv(nn.Module):
 
 
 class Projections(nn.Module):
-    """x -> q, k (heads of `head_dim`) and v (heads of `d_v`), by one matrix; then the short convolution, if any.
+    """x -> q, k (heads of `d_k`; None: `head_dim`) and v (heads of `d_v`), by one matrix; then the short convolution.
 
     `activation` ("silu" or None) follows the convolution, and is there without it too.
     """
 
-    def __init__(self, shape: Shape, d_v: int, activation: str | None = None) -> None:
+    def __init__(self, shape: Shape, d_v: int, activation: str | None = None, d_k: int | None = None) -> None:
         super().__init__()
-        self.sizes = [shape.n_heads * shape.head_dim] * 2 + [shape.n_heads * d_v]
+        self.sizes = [shape.n_heads * (d_k or shape.head_dim)] * 2 + [shape.n_heads * d_v]
         self.n_heads, self.activation = shape.n_heads, activation
         self.qkv = nn.Linear(shape.d_model, sum(self.sizes), bias=False)
         self.conv = ShortConv(sum(self.sizes), activation, shape.impl) if shape.short_conv else None
@@ -124,31 +124,38 @@ class Projections(nn.Module):
 
 
 class DecayGate(nn.Module):
-    """The log-decay of a gated delta rule, a head and token: g = -e^{A_log} softplus(W x + dt_bias), fp32 (B, T, H).
+    """The log-decay of Mamba-2 and the gated delta rule, a head and token: g = -e^{A_log} softplus(W x + dt_bias), fp32
+    (B, T, H).
 
-    `a_max` bounds the rates A that heads start with. With many heads some always start slow; with one or two heads a
-    fast draw forgets faster than a short training can mend.
+    `a_min`, `a_max` bound the rates A that heads start with. With many heads some always start slow; with one or two
+    heads a fast draw forgets faster than a short training can mend.
     """
 
-    def __init__(self, shape: Shape, a_max: float) -> None:
+    def __init__(self, shape: Shape, a_max: float, a_min: float = 1e-4) -> None:
         super().__init__()
-        self.a_max = a_max
+        self.a_min, self.a_max = a_min, a_max
         self.proj = nn.Linear(shape.d_model, shape.n_heads, bias=False)
         self.A_log = nn.Parameter(torch.zeros(shape.n_heads))
         self.dt_bias = nn.Parameter(torch.full((shape.n_heads,), -4.6))  # softplus(-4.6) = 0.01
 
     @torch.no_grad()
     def draw(self, generator: Callable[[str], torch.Generator]) -> None:
-        """A ~ U(1e-4, a_max), not from 0 whose logarithm is -inf; softplus(dt_bias) log-uniform in 1e-3..0.1 (code)."""
-        self.A_log.uniform_(1e-4, self.a_max, generator=generator("A_log")).log_()
+        """A ~ U(a_min, a_max), a_min over 0 whose log is -inf; softplus(dt_bias) log-uniform in 1e-3..0.1 (code)."""
+        self.A_log.uniform_(self.a_min, self.a_max, generator=generator("A_log")).log_()
         dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1), generator=generator("dt_bias")).exp_()
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def step_size(self, x_BTD: Tensor) -> Tensor:
+        """softplus(W x + dt_bias), which Mamba-2 also scales what it writes by; fp32 (B, T, H)."""
         raw_BTH = self.proj(x_BTD)
         with torch.autocast(x_BTD.device.type, enabled=False):
-            raw_BTH = raw_BTH.to(accumulator(raw_BTH))
-            return -self.A_log.exp() * nn.functional.softplus(raw_BTH + self.dt_bias)
+            return nn.functional.softplus(raw_BTH.to(accumulator(raw_BTH)) + self.dt_bias)
+
+    def log_decay(self, step_BTH: Tensor) -> Tensor:
+        return -self.A_log.exp() * step_BTH
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.log_decay(self.step_size(x_BTD))
 
 
 class WriteGate(nn.Module):

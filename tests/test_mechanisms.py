@@ -23,6 +23,7 @@ SMALL: dict[str, dict[str, int]] = {
     "sliding_window": {"window": 7},
     "gated_deltanet": {"expand_v": 2},
     "hola": {"cache": 5, "block": 8},
+    "mamba2": {"d_state": 5, "groups": 2},
 }
 """Values small enough that the lengths above reach past them. A mechanism that is not here is tested as it comes."""
 
@@ -86,6 +87,8 @@ def initialise(mixer: Base, seed: int = 0) -> Base:
         for name, module in mixer.named_modules():
             if isinstance(module, torch.nn.Linear):
                 module.weight.normal_(0, 0.5, generator=generator(f"{name}.weight"))
+                if module.bias is not None:
+                    module.bias.normal_(0, 0.5, generator=generator(f"{name}.bias"))
         mixer.init_special(generator)
     return mixer.double()
 
