@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from test_mechanisms import HEAD_DIM, build, close, tokens
 from torch import Tensor
+
+from mechanisms.based import taylor
 
 T = 40
 
@@ -60,3 +63,65 @@ def test_retention_turns_by_the_distance_and_fades_by_its_head() -> None:
     o = (o - o.mean(-1, keepdim=True)) / (o.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
     gate = torch.nn.functional.silu(mixer.gate(x))
     assert close(mixer(x)[0], mixer.out(o.flatten(2) * gate), 1e-6)  # gamma is kept in single precision
+
+
+@pytest.mark.parametrize("D", [1, 2, 5, 16])
+def test_taylor_features_hold_each_pair_once(D: int) -> None:
+    q, k = torch.randn(2, 7, D, dtype=torch.float64, generator=torch.Generator().manual_seed(D))
+    s = (q * k).sum(-1) / D**0.5
+    assert taylor(q).shape == (7, 1 + D + D * (D + 1) // 2)
+    assert close((taylor(q) * taylor(k)).sum(-1), 1 + s + s**2 / 2)
+
+
+def test_based_weighs_tokens_by_the_series() -> None:
+    mixer, x = build("based", {"feature_dim": 5}), tokens(T)
+    q, k, v, _ = mixer.project(x, None)
+    s = torch.einsum("bthk,bshk->bhts", q, k) / 5**0.5
+    assert close(mixer(x)[0], mixer.out(causal_read(1 + s + s**2 / 2, v, normalise=True).flatten(2)))
+
+
+def ela_weights(kernel: str, q: Tensor, k: Tensor) -> Tensor:
+    q, k = q.transpose(1, 2)[:, :, :, None], k.transpose(1, 2)[:, :, None]
+    if kernel == "hadamard_exp":
+        return (q + k).exp().sum(-1)
+    if kernel == "modulated_dot":
+        return ((q * k).sum(-1) + 1) * (q.square().sum(-1) + 1) * (k.square().sum(-1) + 1)
+    return (q + k if kernel == "sum_squared" else q - k).square().sum(-1)
+
+
+@pytest.mark.parametrize("kernel", ["hadamard_exp", "sum_squared", "difference_squared", "modulated_dot"])
+def test_ela_weighs_tokens_by_its_kernel(kernel: str) -> None:
+    mixer, x = build("ela", {"kernel": kernel}), tokens(T)
+    q, k, v, _ = mixer.project(x, None)
+    q, k = mixer._normalised(q, k)
+    weight = ela_weights(kernel, q, k)
+    assert (weight >= 0).all()
+    assert close(mixer(x)[0], mixer.out(causal_read(weight, v, normalise=True).flatten(2)))
+
+
+def test_ela_differences_are_sums_with_q_turned() -> None:
+    one, other = (build("ela", {"kernel": f"{name}_squared", "qk_norm": False}) for name in ("sum", "difference"))
+    with torch.no_grad():
+        other.project.qkv.weight[: one.project.sizes[0]].neg_()
+    assert close(one(tokens(T))[0], other(tokens(T))[0])
+
+
+@pytest.mark.parametrize("scale", [1.0, 40.0, 400.0])
+def test_ela_takes_logits_of_any_size_in_single_precision(scale: float) -> None:
+    """Against log-weights in fp64: at 40, and with one maximum a head in place of one a channel, all is lost."""
+    mixer = build("ela", {"qk_norm": False}).float()
+    with torch.no_grad():
+        mixer.project.qkv.weight[: 2 * mixer.project.sizes[0]].mul_(scale)
+    x = tokens(100).float().requires_grad_()
+    q, k, v, _ = (part.double() if isinstance(part, Tensor) else part for part in mixer.project(x, None))
+    log_BHTS = (q.transpose(1, 2)[:, :, :, None] + k.transpose(1, 2)[:, :, None]).logsumexp(-1)
+    ahead = torch.ones(100, 100).triu(1).bool()
+    law = causal_read(log_BHTS.masked_fill(ahead, -torch.inf).softmax(-1), v).flatten(2)
+    heads: dict[str, Tensor] = {}
+    mixer.out.register_forward_pre_hook(lambda _m, given: heads.update(o=given[0]))
+    y, state = mixer(x)
+    error = (heads["o"].double() - law).abs().max().item() / law.abs().max().item()
+    assert error < 3e-7 * max(10.0, scale)  # what rounding a logit of that size costs
+    assert all(part.isfinite().all() for part in (y, *state.values()))
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert grad.isfinite().all()

@@ -21,6 +21,7 @@ D_MODEL, HEADS, HEAD_DIM = 12, 2, 6
 LENGTHS = [1, 2, 63, 64, 65, 100]
 SMALL: dict[str, dict[str, int]] = {
     "sliding_window": {"window": 7},
+    "based": {"feature_dim": 4},
     "gated_deltanet": {"expand_v": 2},
     "hola": {"cache": 5, "block": 8},
     "mamba2": {"d_state": 5, "groups": 2},
