@@ -206,7 +206,7 @@ def slot_attention(
         start = (v.new_zeros(B, H, M, K), v.new_zeros(B, H, M, V))
     else:
         start = (initial_state[0].to(acc), initial_state[1].to(acc))
-    if impl == "reference":
+    if impl == "reference" or T == 1:
         o, state = reference(q, k, v, f, s, scale, mask_empty, start)
         return o.to(dtype), state
     C = chunk_length(T, LONGEST)

@@ -20,8 +20,9 @@ from sweeps import formula
 D_MODEL, HEADS, HEAD_DIM = 12, 2, 6
 LENGTHS = [1, 2, 63, 64, 65, 100]
 SMALL: dict[str, dict[str, int]] = {
-    "gsa": {"slots": 5},
     "abc": {"slots": 5},
+    "gsa": {"slots": 5},
+    "raven": {"slots": 9, "top_k": 3},
     "sliding_window": {"window": 7},
     "based": {"feature_dim": 4},
     "gated_deltanet": {"expand_v": 2},

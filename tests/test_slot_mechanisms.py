@@ -9,11 +9,15 @@ import pytest
 import torch
 from test_kernels import assert_close
 from test_mechanisms import D_MODEL, HEAD_DIM, HEADS, build, close, literals, tokens, values
+from test_train import Log, fit, same, stop_after, trial
 from torch import Tensor
 
 from kernels import slot_attention as op
 from kernels.linear_attention import linear_attention
 from kernels.slot_attention import slot_attention
+from mechanisms import raven
+from runners import model as models
+from runners.schema import Trial
 from sweeps import formula
 
 
@@ -119,7 +123,11 @@ def test_wrong_shapes_name_the_tensor() -> None:
 
 # The mechanisms.
 
-SLOTS: dict[str, list[dict[str, int]]] = {"gsa": [{}, {"slots": 3}], "abc": [{}, {"slots": 3}]}
+SLOTS: dict[str, list[dict[str, Any]]] = {
+    "abc": [{}, {"slots": 3}],
+    "gsa": [{}, {"slots": 3}],
+    "raven": [{}, {"router": "mlp", "qk_norm": False}, {"slots": 40, "output_gate": False}],
+}
 
 
 @pytest.mark.parametrize("name", SLOTS)
@@ -173,3 +181,149 @@ def test_slots_of_gsa_that_gate_alike_are_one_mean() -> None:
     assert close(heads["o"], torch.nn.functional.silu(expected).flatten(2))
     assert heads["o"].shape == (2, T, HEADS * HEAD_DIM)
     assert D_MODEL == HEADS * HEAD_DIM
+
+
+RAVEN = {"slots": 9, "top_k": 3}
+
+
+def read_of(mixer: Any, x: Tensor) -> Tensor:
+    """silu of what Raven reads from its slots: what its output norm is given."""
+    seen: dict[str, Tensor] = {}
+    hook = mixer.read.norm.register_forward_pre_hook(lambda _m, given: seen.update(o=given[0]))
+    mixer(x)
+    hook.remove()
+    return seen["o"]
+
+
+@pytest.mark.parametrize("mask_empty", [False, True])
+def test_raven_that_takes_slots_in_turn_and_forgets_at_once_is_a_window(
+    mask_empty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    T, M = 40, 9
+    mixer = build("raven", {**RAVEN, "mask_empty": mask_empty})
+    turn = (torch.arange(T)[:, None] % M == torch.arange(M)).double()[None, :, None].expand(2, T, HEADS, M)
+    monkeypatch.setattr(mixer, "route", lambda *_: turn)
+    with torch.no_grad():
+        mixer.decay.A_log.fill_(100.0)
+    x = tokens(T)
+    q, k, v, _ = mixer.project(x, None)
+    expected = torch.nn.functional.silu(windowed(mixer.norm_q(q), mixer.norm_k(k), v, M))
+    first = 0 if mask_empty else M - 1
+    assert close(read_of(mixer, x)[:, first:], expected[:, first:])
+
+
+def test_raven_that_picks_every_slot_alike_is_one_decaying_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With r = 1 the slots are one: Gated Slot Attention whose gate is the head's decay."""
+    T = 40
+    mixer = build("raven", {**RAVEN, "top_k": 9})
+    monkeypatch.setattr(mixer, "route", lambda x, _: x.new_ones(2, T, HEADS, 9))
+    x = tokens(T)
+    _, _, v, _ = mixer.project(x, None)
+    G = mixer.decay(x).cumsum(1)
+    write = -torch.expm1(mixer.decay(x))
+    weight = torch.exp((G[:, :, None] - G[:, None]).clamp(max=0)) * write[:, None]
+    weight = weight * torch.ones(T, T).tril()[None, :, :, None]
+    assert close(read_of(mixer, x), torch.nn.functional.silu(torch.einsum("bijh,bjhv->bihv", weight, v)))
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("router", ["linear", "mlp"])
+def test_raven_routes_to_the_largest(score: str, router: str) -> None:
+    T = 30
+    x, at = tokens(T), torch.arange(T)[None]
+    for alpha in (1.0, 4.0):
+        mixer = build("raven", {**RAVEN, "score": score, "router": router, "alpha": alpha}).eval()
+        r = mixer.route(x, at)
+        hidden = x if mixer.hidden is None else torch.nn.functional.gelu(mixer.hidden(x))
+        logits = mixer.router(hidden).unflatten(-1, (HEADS, 9))
+        m = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
+        largest = m.topk(3, -1)
+        total = largest.values.sum(-1, keepdim=True) + 1e-9 / alpha if score == "sigmoid" else 1.0
+        assert ((r > 0).sum(-1) == 3).all()
+        assert close(r.gather(-1, largest.indices), largest.values / total / alpha)
+        if score == "sigmoid":
+            assert close(r.sum(-1), torch.full_like(r[..., 0], 1 / alpha), 1e-6)
+        mixer.train()
+        noisy = mixer.route(x, at)
+        assert ((noisy > 0) != (r > 0)).any()
+        assert ((noisy > 0).sum(-1) == 3).all()
+
+
+def test_of_equal_scores_the_slot_of_lower_number_is_picked() -> None:
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randint(-3, 4, (200, 12), generator=generator).double() / 3
+    for k in (1, 4, 12):
+        picked = raven.top(scores, k)
+        for row, given in zip(scores.tolist(), picked.tolist(), strict=True):
+            expected = sorted(range(12), key=lambda j: (-row[j], j))[:k]
+            assert [j for j in range(12) if given[j]] == sorted(expected)
+
+
+def uniform(noise: Any, weight: Tensor, at: Tensor) -> Tensor:
+    return torch.exp(-torch.exp(-noise(weight, at, 4, 16).double()))
+
+
+def test_the_noise_is_gumbel() -> None:
+    noise, weight, at = raven.Noise(), torch.ones(64, 8), torch.arange(2048)[None]
+    noise.draw(torch.Generator().manual_seed(6))
+    u = uniform(noise, weight, at)
+    assert u.shape == (1, 2048, 4, 16)
+    assert u.min() > 0
+    assert u.max() < 1
+    counts = torch.histc(u, bins=64, min=0, max=1) / u.numel() * 64
+    assert (counts - 1).abs().max() < 0.1  # 2048 a bin: five deviations
+    later = uniform(noise, weight + 1e-6, at)
+    noise.draw(torch.Generator().manual_seed(7))
+    other = uniform(noise, weight + 1e-6, at)
+    neighbours = (u[:, :-1] - u[:, 1:], u[:, :, :-1] - u[:, :, 1:], u[..., :-1] - u[..., 1:])
+    for difference in (*neighbours, u - later, later - other):  # in time, heads, slots, updates and streams
+        assert abs(difference.var().item() * 6 - 1) < 0.03
+
+
+def test_an_update_is_counted_once_whatever_passes_it_is_made_of() -> None:
+    """As many passes as a batch has parts, and weights that rounding has moved: the noise is that of the update."""
+    at, weight = torch.arange(9)[None], torch.ones(4, 4)
+    whole, parts = raven.Noise(), raven.Noise()
+    for update in range(3):
+        expected = uniform(whole, weight + update, at)
+        for _ in range(update + 1):
+            assert torch.equal(uniform(parts, weight + update + 1e-6, at), expected)
+    resumed = raven.Noise()
+    resumed.load_state_dict(whole.state_dict())
+    assert torch.equal(uniform(resumed, weight + 3, at), uniform(whole, weight + 3, at))
+    assert torch.equal(uniform(whole, weight + 3, at[:, 5:]), uniform(parts, weight + 3, at)[:, 5:])
+
+
+def test_the_noise_is_there_in_training_alone_and_is_new_with_each_update() -> None:
+    mixer, x = build("raven", RAVEN), tokens(30)
+    one = mixer(x)[0]
+    assert torch.equal(mixer(x)[0], one), "the same weights give the same noise"
+    assert close(mixer(x[1:])[0], one[1:]), "rows share it, so a batch in parts is the batch"
+    with torch.no_grad():
+        mixer.router.weight.mul_(1 + 1e-12)
+    assert not close(mixer(x)[0], one, 1e-3)
+    quiet = build("raven", {**RAVEN, "noise": False})
+    before = mixer.noise.update.clone()
+    assert torch.equal(build("raven", RAVEN).eval()(x)[0], quiet(x)[0])
+    assert torch.equal(mixer.noise.update, before)
+    assert not close(quiet(x)[0], one, 1e-3)
+
+
+def test_raven_writes_what_half_precision_would_lose() -> None:
+    """1 - e^f for f = -1e-3: bf16 gives 0."""
+    f = torch.full((1, 1, 1, 2), -1e-3)
+    x = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16)
+    _, (keys, _) = slot_attention(x, x, x, f)
+    assert (keys - 9.995e-4).abs().max() < 1e-7
+
+
+def test_a_resumed_training_of_raven_sees_the_same_noise() -> None:
+    of = trial(mechanism="raven", steps=6, batch_size=4, warmup=1, eval_every=6)
+    of = Trial(of.id, of.seed, of.mechanism | RAVEN, of.task, of.model, of.train)
+    log = Log()
+    assert fit(of, should_stop=stop_after(3), log=log).status == "interrupted"
+    same(fit(of), fit(of, start=log.snapshots[-1]))
+    named = models.build(of).state_dict()
+    streams = [value for name, value in named.items() if name.endswith("noise.stream")]
+    assert len(streams) == 2
+    assert streams[0] != streams[1], "each layer has its own"
