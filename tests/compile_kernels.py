@@ -1,6 +1,6 @@
-"""Compiles for a Hopper card, without one, each kernel that a call of an op launches: a line of JSON for each.
+"""Compiles for a Hopper card, without one, each kernel that calls of an op launch: a line of JSON for each.
 
-    python tests/compile_kernels.py linear_attention '{"K": 64, "V": 64, "dtype": "bfloat16", "decay": "token"}'
+    python tests/compile_kernels.py linear_attention '[{"K": 64, "V": 64, "dtype": "bfloat16", "decay": "token"}]'
 
 Run by test_kernels_compile.py in a process of its own, as Triton's interpreter has to be off, and in the tests it is
 on. The op runs on CPU tensors; each launch is compiled as Triton would for the card, and not run, so that what comes
@@ -31,6 +31,8 @@ from kernels import _delta_rule, _launch, _linear_attention, delta_rule, linear_
 
 TRITON_RUN = JITFunction.run
 NEWEST_DRIVER = 99_000
+CASE = 0
+"""The number of the case that is being compiled."""
 
 
 class Hopper:
@@ -110,6 +112,7 @@ def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **con
     """In the place of a launch."""
     made = TRITON_RUN(kernel, *args, grid=grid, warmup=True, **constants)
     told = {
+        "case": CASE,
         "kernel": kernel.fn.__name__,
         "grid": list(grid),
         "shared": made.metadata.shared,
@@ -178,4 +181,7 @@ if __name__ == "__main__":
     _launch._unfit = lambda *_: None  # CPU tensors will do: nothing runs
     print(json.dumps({"assembler": _launch.choose_assembler(NEWEST_DRIVER)}))
     torch.set_num_threads(1)
-    globals()[f"run_{sys.argv[1]}"](**json.loads(sys.argv[2]))
+    run = globals()[f"run_{sys.argv[1]}"]
+    for number, given in enumerate(json.loads(sys.argv[2])):
+        CASE = number
+        run(**given)

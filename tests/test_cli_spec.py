@@ -228,6 +228,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         env=env,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     assert process.stdout is not None
     process.stdout.readline()  # it has begun to print 150,000 lines

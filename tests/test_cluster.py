@@ -273,7 +273,7 @@ def test_a_kuberay_job(tmp_path: Path, cluster: tuple[str, list[Any]]) -> None:
     assert line[:3] == ["sweep", "launch", "specs/capacity.yaml"]
     smoke = [sys.executable, "-m", "sweeps", "launch", "specs/smoke.yaml", *line[3:], "--no-report"]
     ran = subprocess.run(
-        [*smoke, "--only", "mechanism=linear", "--jobs", "1"],
+        [*smoke, "--only", "mechanism=linear", "--jobs", "1", "--set", "train.steps=60"],
         env={**os.environ, "RAY_ADDRESS": cluster[0], "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
         capture_output=True,

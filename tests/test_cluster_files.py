@@ -59,6 +59,7 @@ def test_slurm_script_runs_a_sweep(tmp_path: Path, shims: Path) -> None:
     slurm |= {"SLURM_CPUS_PER_TASK": "1", "SRUN_LOG": str(shims / "log")}
     env = {**os.environ, **slurm, "PATH": f"{shims}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     line = [str(FILES / "slurm.sh"), "specs/smoke.yaml", "--store", str(tmp_path / "runs"), "--no-report"]
+    line += ["--set", "train.steps=60"]
     ran = subprocess.run(
         line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=500, stdin=subprocess.DEVNULL, check=False
     )

@@ -20,58 +20,76 @@ ROOT = Path(__file__).parent.parent
 SHARED = 232_448
 """Bytes of shared memory that a program may have on a Hopper card."""
 
-FAST = [
-    ("linear_attention", {"K": 64, "V": 64, "dtype": "bfloat16", "decay": "none", "segments": 2}),
-    ("linear_attention", {"K": 33, "V": 16, "dtype": "bfloat16", "decay": "token", "normalize": True, "start": True}),
-    ("linear_attention", {"K": 16, "V": 16, "dtype": "float32", "decay": "channel", "start": True}),
-    ("delta_rule", {"K": 64, "V": 64, "dtype": "bfloat16", "segments": 2}),
-    ("delta_rule", {"K": 33, "V": 16, "dtype": "float32", "gated": False, "apart": True}),
-    ("short_conv", {"D": 384, "W": 4, "dtype": "bfloat16"}),
-    ("short_conv", {"D": 33, "W": 8, "dtype": "float32", "start": True}),
-]
-WIDE = [
-    ("delta_rule", {"K": 64, "V": 64, "dtype": "bfloat16", "apart": True, "packed": True}),
-    ("delta_rule", {"K": 128, "V": 128, "dtype": "bfloat16", "gated": False, "segments": 2}),
-    ("delta_rule", {"K": 128, "V": 128, "dtype": "float16", "apart": True}),
-    ("delta_rule", {"K": 256, "V": 256, "dtype": "bfloat16"}),
-    ("delta_rule", {"K": 256, "V": 256, "dtype": "float32", "gated": False}),
-    ("linear_attention", {"K": 64, "V": 64, "dtype": "float32", "decay": "token", "normalize": True, "start": True}),
-    ("linear_attention", {"K": 128, "V": 128, "dtype": "bfloat16", "decay": "token", "segments": 2}),
-    ("linear_attention", {"K": 256, "V": 256, "dtype": "bfloat16", "decay": "none", "start": True}),
-    ("linear_attention", {"K": 256, "V": 256, "dtype": "float32", "decay": "token", "normalize": True}),
-    ("linear_attention", {"K": 256, "V": 256, "dtype": "float32", "decay": "channel", "normalize": True}),
-    ("linear_attention", {"K": 128, "V": 128, "dtype": "float16", "decay": "channel", "start": True}),
-    ("short_conv", {"D": 3072, "W": 8, "dtype": "bfloat16", "start": True}),
-    ("short_conv", {"D": 128, "W": 1, "dtype": "float16", "silu": False, "start": True}),
-]
+CASES: dict[str, list[dict[str, Any]]] = {
+    "linear_attention": [
+        {"K": 64, "V": 64, "dtype": "bfloat16", "decay": "none", "segments": 2},
+        {"K": 33, "V": 16, "dtype": "bfloat16", "decay": "token", "normalize": True, "start": True},
+        {"K": 16, "V": 16, "dtype": "float32", "decay": "channel", "start": True},
+    ],
+    "delta_rule": [
+        {"K": 64, "V": 64, "dtype": "bfloat16", "segments": 2},
+        {"K": 33, "V": 16, "dtype": "float32", "gated": False, "apart": True},
+        {"K": 128, "V": 128, "dtype": "bfloat16", "gated": False, "segments": 2},
+    ],
+    "short_conv": [
+        {"D": 384, "W": 4, "dtype": "bfloat16"},
+        {"D": 33, "W": 8, "dtype": "float32", "start": True},
+    ],
+}
+WIDE: dict[str, list[dict[str, Any]]] = {
+    "linear_attention": [
+        {"K": 64, "V": 64, "dtype": "float32", "decay": "token", "normalize": True, "start": True},
+        {"K": 128, "V": 128, "dtype": "bfloat16", "decay": "token", "segments": 2},
+        {"K": 256, "V": 256, "dtype": "bfloat16", "decay": "none", "start": True},
+        {"K": 256, "V": 256, "dtype": "float32", "decay": "token", "normalize": True},
+        {"K": 256, "V": 256, "dtype": "float32", "decay": "channel", "normalize": True},
+        {"K": 128, "V": 128, "dtype": "float16", "decay": "channel", "start": True},
+    ],
+    "delta_rule": [
+        {"K": 64, "V": 64, "dtype": "bfloat16", "apart": True, "packed": True},
+        {"K": 128, "V": 128, "dtype": "float16", "apart": True},
+        {"K": 256, "V": 256, "dtype": "bfloat16"},
+        {"K": 256, "V": 256, "dtype": "float32", "gated": False},
+    ],
+    "short_conv": [
+        {"D": 3072, "W": 8, "dtype": "bfloat16", "start": True},
+        {"D": 128, "W": 1, "dtype": "float16", "silu": False, "start": True},
+    ],
+}
+"""Minutes of compiling: run with MEMSWEEP_WIDE=1, after a change to a kernel."""
+is_wide = pytest.mark.skipif(not os.environ.get("MEMSWEEP_WIDE"), reason="minutes of compiling: set MEMSWEEP_WIDE=1")
 
 
-def compiled(op: str, case: dict[str, Any]) -> list[dict[str, Any]]:
+def compiled(op: str, cases: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """What each case compiled to, a kernel a row, by the case's number. One process for all: it takes long to start."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
-    script = [sys.executable, str(ROOT / "tests" / "compile_kernels.py"), op, json.dumps(case)]
+    script = [sys.executable, str(ROOT / "tests" / "compile_kernels.py"), op, json.dumps(cases)]
     ran = subprocess.run(script, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assembler, *kernels = (json.loads(line) for line in ran.stdout.splitlines())
     print(f"ptxas {assembler['assembler']}")
-    return kernels
+    return {number: [row for row in kernels if row["case"] == number] for number in range(len(cases))}
 
 
-@pytest.mark.parametrize(("op", "case"), [*FAST, *(pytest.param(*x, marks=pytest.mark.slow) for x in WIDE)], ids=str)
-def test_compiles_for_a_hopper_card(op: str, case: dict[str, Any]) -> None:
-    kernels = compiled(op, case)
-    assert len(kernels) >= 2, "a forward and a backward launch at least"
-    for made in kernels:
-        print(
-            f"{made['kernel']}: {made['registers']} registers, {made['stack']} bytes of stack, {made['shared']} shared"
-        )
-        assert made["shared"] <= SHARED, made
-        assert not made["narrow"], f"{made['kernel']}: offsets of 32 bits: {made['narrow']}"
-        assert not made["unwritten"], f"{made['kernel']}: reads registers that nothing wrote: {made['unwritten']}"
-        assert len(made["grid"]) == 1, "the second and third dimension of a grid end at 65,535"
-        assert op != "short_conv" or made["stack"] == 0, f"{made['kernel']} keeps tokens in memory, not in registers"
-    if case["dtype"] == "bfloat16" and op != "short_conv":  # which multiplies no matrices
-        assert any(made["wgmma"] for made in kernels), "the card's own matrix instructions"
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("op", CASES)
+@pytest.mark.parametrize("cases", [CASES, pytest.param(WIDE, marks=is_wide)], ids=["usual", "wide"])
+def test_compiles_for_a_hopper_card(op: str, cases: dict[str, list[dict[str, Any]]]) -> None:
+    for number, kernels in compiled(op, cases[op]).items():
+        case = cases[op][number]
+        assert len(kernels) >= 2, f"{case}: a forward and a backward launch at least"
+        for made in kernels:
+            where = f"{case}: {made['kernel']}"
+            print(f"{where}: {made['registers']} registers, {made['stack']} bytes of stack, {made['shared']} shared")
+            assert made["shared"] <= SHARED, where
+            assert not made["narrow"], f"{where}: offsets of 32 bits: {made['narrow']}"
+            assert not made["unwritten"], f"{where} reads registers that nothing wrote: {made['unwritten']}"
+            assert len(made["grid"]) == 1, "the second and third dimension of a grid end at 65,535"
+            assert op != "short_conv" or made["stack"] == 0, f"{where} keeps tokens in memory, not in registers"
+        if case["dtype"] == "bfloat16" and op != "short_conv":  # which multiplies no matrices
+            assert any(made["wgmma"] for made in kernels), f"{case}: the card's own matrix instructions"
 
 
 def test_the_checks_above_can_fail() -> None:

@@ -11,12 +11,12 @@ import stores
 from runners import driver
 from runners.schema import Exit
 
-N_TRIALS = 200
+N_TRIALS = 100
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_hundred_trivial_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hundred_trivial_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One step of a tiny model each, through real Ray, ledger and MLflow; the first start is left out."""
     store = stores.make(tmp_path / "runs")
     plan = plans.plan(seeds=range(N_TRIALS // 2), steps=1)
