@@ -171,7 +171,7 @@ def test_a_spec_is_found_here_first_and_then_among_the_shipped(tmp_path: Path, m
         (["ls", "mechanisms", "hula"], 2, "did you mean 'hola'?"),
         (["ls", "mechanics"], 2, "did you mean 'mechanisms'?"),
         (["ls", "specs", "smoky"], 2, "did you mean 'smoke'?"),
-        (["specs", "copy"], 2, "There are: capacity"),
+        (["specs", "copy"], 2, "There are: all_mechanisms, capacity"),
         (["specs", "copy", "smokes"], 2, "did you mean 'smoke'?"),
         (["validate"], 2, "Missing argument"),
         (["valdate", "smoke"], 2, "No such command"),
@@ -339,6 +339,11 @@ def test_the_capacity_demo_is_sized_for_a_laptop_and_its_admissions_can_differ()
             )
             assert block <= length / 4
             assert cache < (length - 1) // block * block
+
+
+def test_one_shipped_spec_trains_every_mechanism() -> None:
+    trained = {member.trial.mechanism["name"] for member in load("all_mechanisms").members}
+    assert trained == set(Catalog().names("mechanism")), "give the missing one a line in all_mechanisms.yaml"
 
 
 def test_the_json_schema_accepts_the_specs_and_refuses_typos() -> None:
