@@ -22,6 +22,7 @@ LENGTHS = [1, 2, 63, 64, 65, 100]
 SMALL: dict[str, dict[str, int]] = {
     "abc": {"slots": 5},
     "gsa": {"slots": 5},
+    "blurry_window": {"slots": 5, "resolution": 8},
     "raven": {"slots": 9, "top_k": 3},
     "sliding_window": {"window": 7},
     "based": {"feature_dim": 4},

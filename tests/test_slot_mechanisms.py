@@ -13,9 +13,11 @@ from test_train import Log, fit, same, stop_after, trial
 from torch import Tensor
 
 from kernels import slot_attention as op
+from kernels.blurry_window import blurry_window, near, write_weights
 from kernels.linear_attention import linear_attention
 from kernels.slot_attention import slot_attention
 from mechanisms import raven
+from mechanisms.blurry_window import resolutions
 from runners import model as models
 from runners.schema import Trial
 from sweeps import formula
@@ -125,6 +127,7 @@ def test_wrong_shapes_name_the_tensor() -> None:
 
 SLOTS: dict[str, list[dict[str, Any]]] = {
     "abc": [{}, {"slots": 3}],
+    "blurry_window": [{}, {"slots": 3, "qk_norm": True}],
     "gsa": [{}, {"slots": 3}],
     "raven": [{}, {"router": "mlp", "qk_norm": False}, {"slots": 40, "output_gate": False}],
 }
@@ -327,3 +330,82 @@ def test_a_resumed_training_of_raven_sees_the_same_noise() -> None:
     streams = [value for name, value in named.items() if name.endswith("noise.stream")]
     assert len(streams) == 2
     assert streams[0] != streams[1], "each layer has its own"
+
+
+@pytest.mark.parametrize("short_conv", [True, False])
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+def test_a_blurry_window_of_resolution_1_is_a_sliding_window(impl: str, short_conv: bool) -> None:
+    for window in (1, 2, 7, 8, 16, 100):
+        sharp = build("sliding_window", {"window": window}, short_conv=short_conv)
+        blurry = build("blurry_window", {"slots": window, "resolution": 1}, short_conv=short_conv, impl=impl)
+        blurry.load_state_dict(sharp.state_dict())
+        x = tokens(50)
+        given, state = blurry(x)
+        expected, ring = sharp(x)
+        assert close(given, expected)
+        late, _ = blurry(tokens(9, seed=1), state)
+        assert close(late, sharp(tokens(9, seed=1), ring)[0])
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5, 8, 64])
+@pytest.mark.parametrize("resolution", [1, 2, 3, 8])
+def test_what_the_ring_is_written_with(slots: int, resolution: int) -> None:
+    """Weights that sum to 1, one slot alone each time the write meets it, and a table that turns with the write."""
+    window = slots * resolution
+    t = torch.arange(3 * window)
+    r = write_weights(t, slots, (resolution,))[:, 0]
+    assert close(r.sum(-1), torch.ones_like(r[:, 0]), 1e-12)
+    assert close(r[window:], r[:-window], 1e-12)
+    assert close(r[resolution:], r[:-resolution].roll(1, -1), 1e-12)
+    met = r[::resolution]
+    assert torch.equal(met, torch.eye(slots, dtype=torch.float64).repeat(3, 1)), "exactly"
+    assert r.max() <= 1
+    assert r.min() > (-0.22 if slots > 6 else -0.334)
+    harmonics = torch.arange(-((slots - 1) // 2), (slots - 1) // 2 + 1)
+    if slots % 2:
+        lag = torch.arange(slots) - t[:, None].double() / resolution
+        dirichlet = torch.cos(2 * torch.pi * lag[..., None] * harmonics / slots).sum(-1) / slots
+        assert close(r, dirichlet, 1e-12)
+    assert near(t[window:], slots, (resolution,)).all()
+    assert torch.equal(near(t[:1], slots, (1,))[0, 0], torch.arange(slots) < 1)
+
+
+def test_a_blurry_window_forgets_all_that_is_older_and_nothing_else() -> None:
+    slots, R, T = 5, 4, 70
+    q, k, v = (draw(1, T, 2, 3, seed=i) for i in range(3))
+    settings: dict[str, Any] = {"slots": slots, "resolution": (R, R), "scale": 0.5}
+    whole, end = blurry_window(q, k, v, **settings)
+    for since in (20, 40):  # from zero, but at the same place on the ring
+        late, late_end = blurry_window(q[:, since:], k[:, since:], v[:, since:], **settings)
+        seen = slice(since + slots * R, T)
+        assert close(late[:, slots * R :], whole[:, seen])
+        assert close(late_end.keys, end.keys)
+    edited = v.clone()
+    edited[:, 30] += 1.0
+    changed = (blurry_window(q, k, edited, **settings)[0] != whole).any(-1).all(-1)[0]
+    assert changed.nonzero().squeeze(1).tolist() == list(range(30, 50))
+
+
+def test_resolutions_of_the_heads() -> None:
+    assert resolutions(8, 6, "halving") == (8, 4, 2, 1, 8, 4)
+    assert resolutions(6, 4, "halving") == (6, 3, 1, 6)
+    assert resolutions(8, 3, "same") == (8, 8, 8)
+    inert = literals("blurry_window")["INERT"]["spread"]
+    for resolution, heads in ((1, 4), (8, 1), (8, 2)):
+        around = {"n_heads": heads}
+        known = values("blurry_window", {"resolution": resolution}, 100, **around)
+        alike = resolutions(resolution, heads, "same") == resolutions(resolution, heads, "halving")
+        assert formula.evaluate(inert, known) == alike
+
+
+def test_wrong_rings_are_refused() -> None:
+    x = torch.randn(2, 5, 2, 3)
+    with pytest.raises(ValueError, match="2 whole numbers"):
+        blurry_window(x, x, x, slots=4, resolution=(1,))
+    with pytest.raises(ValueError, match="2 whole numbers"):
+        blurry_window(x, x, x, slots=4, resolution=(1, 0))
+    with pytest.raises(ValueError, match="0 slots"):
+        blurry_window(x, x, x, slots=0, resolution=(1, 1))
+    _, state = blurry_window(x, x, x, slots=4, resolution=(1, 1))
+    with pytest.raises(ValueError, match=r"initial_state\.keys has shape"):
+        blurry_window(x, x, x, slots=5, resolution=(1, 1), initial_state=state)
