@@ -8,8 +8,9 @@ With R tokens to a slot (the resolution, a whole number a head) and M slots, the
     o_t = V_t^T p_t
 
 At R = 1 r is 1 in slot t mod M and 0 elsewhere: a ring buffer, so softmax attention over the last M tokens. At any R a
-slot is emptied (r = 1) once in M R tokens, and nothing older is left. In between r is as low as -0.22 (with few slots
--1/3) and 1 - r more than 1, so there are no log-gates; products of 1 - r reach 3 at R = 8 and 10 at R = 16.
+slot is emptied (r = 1) once in M R tokens; so token t is read by the M R - t mod R tokens from itself on, then gone.
+In between r is as low as -0.22 (with few slots -1/3) and 1 - r more than 1, so there are no log-gates; products of
+1 - r reach 3 at R = 8 and 10 at R = 16.
 
 Chunked, with w_ijm = r_jm prod_{j<u<=i} (1 - r_um), a table that depends on no data and that all rows share:
 
