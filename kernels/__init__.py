@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ def get(name: str) -> Callable[..., Any]:
         raise ValueError(f"no op is called {name!r}{hint} There are: {', '.join(names())}")
     op: Callable[..., Any] = getattr(importlib.import_module(f"kernels.{name}"), name)
     return op
+
+
+def heard() -> AbstractContextManager[list[Any]]:
+    """Within: the calls of ops, each kind of call once, as `Call(op, inputs, impl, kind)` with an `evidence()`.
+
+    Of a batch its first row is kept, in memory of its own: the law in fp64 is slow, and rows do not mix.
+    """
+    from kernels import _evidence
+
+    return _evidence.heard()
 
 
 def evidence(op: str, inputs: dict[str, Any], impl: str = "auto") -> dict[str, Any]:

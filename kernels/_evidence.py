@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from kernels import _launch
 
 SERIAL = 256
 """Tokens up to which the law itself is run; longer, the chunked form in fp64, which tests hold to the law at 1e-10."""
@@ -43,6 +47,60 @@ def evidence(op: str, inputs: dict[str, Any], impl: str = "auto") -> dict[str, A
     }
 
 
+class Call(NamedTuple):
+    """A call of an op as a mechanism made it; `kind` is the same for all that differ in numbers and rows alone."""
+
+    op: str
+    inputs: dict[str, Any]
+    impl: str
+    kind: str
+
+    def evidence(self) -> dict[str, Any]:
+        """`kernels.evidence` of the op on these very inputs."""
+        return evidence(self.op, self.inputs, self.impl)
+
+
+@contextmanager
+def heard() -> Iterator[list[Call]]:
+    """See `kernels.heard`."""
+    found: dict[str, Call] = {}
+    calls: list[Call] = []
+
+    def listen(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        run = getattr(importlib.import_module(f"kernels.{op}"), op)
+        given = inspect.signature(run).bind(*args, **kwargs).arguments
+        impl = given.pop("impl", "auto")
+        rows = len(next(_tensors(given)))
+        shapes = {name: _mapped(x, lambda t: (t.device.type, t.dtype, t.shape[1:])) for name, x in given.items()}
+        kind = f"{op} {impl} {shapes}"
+        if kind not in found:
+            apart = None if given.get("cu_seqlens") is not None else rows  # packed: one row holds all
+            kept = {name: _mapped(x, lambda t: _first(t, apart)) for name, x in given.items()}
+            found[kind] = Call(op, kept, impl, kind)
+            calls.append(found[kind])
+
+    before, _launch.listener = _launch.listener, listen
+    try:
+        yield calls
+    finally:
+        _launch.listener = before
+
+
+def _first(x: Tensor, rows: int | None) -> Tensor:
+    """A copy: of the first row alone, where `x` has `rows` of them (numbers per head or channel have none)."""
+    is_batch = rows is not None and x.dim() >= 3 and len(x) == rows
+    return (x[:1] if is_batch else x).detach().clone()
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        parts = [_mapped(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -56,15 +114,10 @@ def _outputs_and_gradients(
 ) -> tuple[list[str], list[Tensor]]:
     """Outputs and states, then the gradient to each floating input: their names, and what they are."""
 
-    def leaf(x: Any) -> Any:
-        if isinstance(x, tuple):
-            parts = [leaf(part) for part in x]
-            return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-        if isinstance(x, Tensor) and x.is_floating_point():
-            return change(x.detach()).requires_grad_()
-        return x
+    def leaf(x: Tensor) -> Tensor:
+        return change(x.detach()).requires_grad_() if x.is_floating_point() else x
 
-    leaves = {name: leaf(x) for name, x in inputs.items()}
+    leaves = {name: _mapped(x, leaf) for name, x in inputs.items()}
     outputs = [x for x in _tensors(run(**leaves, impl=impl)) if x.is_floating_point()]
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for x in outputs]
@@ -90,8 +143,6 @@ def _error(x: Tensor, exact: Tensor) -> float:
 
 def _chosen(op: str, impl: str, inputs: dict[str, Any]) -> str:
     """What "auto" stands for with these inputs: the kernel's own answer, by whether it launches."""
-    from kernels import _launch
-
     if impl != "auto":
         return impl
     floats = [x for x in _tensors(inputs) if x.is_floating_point()]

@@ -176,11 +176,17 @@ def accumulator(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+listener: Callable[[str, tuple[Any, ...], dict[str, Any]], None] | None = None
+"""Told of each call of an op, by its name and arguments, while `kernels.heard` listens."""
+
+
 def full_precision(op: F) -> F:
     """Runs `op` with autocast off: an op's own upcasts decide its precision, whatever region it is called from."""
 
     @functools.wraps(op)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if listener is not None:
+            listener(op.__name__, args, kwargs)
         device = next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         if not torch.is_autocast_enabled(device.type):
             return op(*args, **kwargs)

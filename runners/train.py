@@ -27,6 +27,7 @@ from runners import model as models
 from runners.batch import Batch
 from runners.feed import Feed
 from runners.graphs import Recorded
+from runners.kernel_evidence import Witness
 from runners.optimise import FlatAdam
 from runners.rungs import decide
 from runners.schema import Rungs, Trial, UserError
@@ -174,6 +175,8 @@ class Fit:
     micro_batch: int | None = None
     """Rows that were trained at once; None = all rows of the batch."""
     pruned: dict[str, Any] | None = None
+    evidence: list[dict[str, Any]] | None = None
+    """What the ops did in the first update of this process (`runners/kernel_evidence.py`)."""
 
 
 def fit(
@@ -289,6 +292,7 @@ class _Run:
             clip=t.clip,
         )
         self.update = Recorded(self._update, device, _log.warning)
+        self.witness = Witness()
         self.step = self.tokens = self.unread = 0
         self.losses = torch.zeros(self.log_every, device=device)
         self.norms = torch.zeros(self.log_every, device=device)
@@ -310,7 +314,8 @@ class _Run:
         """One update, and whatever falls due after it."""
         batch = self.feed.batch(self.step)
         self.optimiser.set_rate(self.train.lr_at(self.step, self.steps))
-        self.losses[self.unread], self.norms[self.unread] = self.update(batch)
+        with self.witness.listening():
+            self.losses[self.unread], self.norms[self.unread] = self.update(batch)
         self.tokens += batch.tokens_BT.numel()
         self.step += 1
         self.unread += 1
@@ -421,8 +426,11 @@ class _Run:
         weights = self.best or self.model.state_dict()
         tensors = {f"model.{name}": value.detach().clone() for name, value in weights.items()}
         result = self.ended(status, self.stopped_by, Snapshot(self.step, tensors, {}))
-        fields = {name: getattr(result, name) for name in Fit.__dataclass_fields__ if name != "snapshot"}
+        fields = {
+            name: getattr(result, name) for name in Fit.__dataclass_fields__ if name not in ("snapshot", "evidence")
+        }
         result.snapshot.meta.update(step=self.step, ended=fields)
+        result.evidence = self.witness.tell()
         return result
 
     def ended(self, status: str, stopped_by: str, snapshot: Snapshot) -> Fit:

@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runners import checkpoints, split, stale
+from runners import checkpoints, kernel_evidence, split, stale
 from runners import meter as meters
 from runners.meter import CudaMeter, Meter
 from runners.owner import Owner
@@ -310,6 +310,10 @@ class _Work:
             self.log(f"stopped at step {fit.step}")
             return None, None
         self._refuse_if_lost()
+        if fit.evidence:
+            write_json(self.folder / "attempts" / str(self.job.attempt) / kernel_evidence.EVIDENCE_FILE, fit.evidence)
+            for row in fit.evidence:
+                self.log(kernel_evidence.words(row))
         if fit.status == Status.PRUNED:
             # Its checkpoint stays: the training may be wanted after all, and goes on from there.
             write_json(self.folder / "result.json", self._result(fit), keep_existing=True)
@@ -402,6 +406,7 @@ class _Work:
                 "peak_mem_bytes": peak_mem_bytes(self.job.device),
                 "micro_batch": fit.micro_batch,
                 "oom_at": split.tried(self.folder),
+                "kernels": [kernel_evidence.brief(row) for row in fit.evidence or []],
                 "stamp": self._stamp(),
                 "made_by": list(self._code),
             }

@@ -122,8 +122,15 @@ def _kernels() -> Finding:
         slow = "it runs them thousands of times slower, and bf16 wrongly"
         level = "problem" if torch.cuda.is_available() else "note"
         return Finding(level, f"kernels: TRITON_INTERPRET is set: {what}", f"{slow}: unset it but for tests")
-    form = "compiled for the card" if torch.cuda.is_available() else "the torch forms, without a card"
-    return Finding("ok", f"kernels: {form}; {what}")
+    if not torch.cuda.is_available():
+        return Finding("ok", f"kernels: the torch forms, without a card; {what}")
+    from kernels import _launch
+
+    unfit = _launch.triton_unfit(torch.empty(1, device="cuda"))
+    if unfit:
+        return Finding("note", f"kernels: the torch forms: an op {unfit}; {what}")
+    chosen = _launch.choose_assembler(_launch.newest_cuda())
+    return Finding("ok", f"kernels: compiled for the card, by ptxas {chosen}; {what}")
 
 
 def _driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
