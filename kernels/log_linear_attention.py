@@ -1,7 +1,7 @@
 """Log-linear attention: the past in blocks of doubling length, each a state of its own with a weight of its own.
 
-    level(t, s) = bit_length(t xor s), the top one for all beyond it: level 0 is the token itself, level l >= 1 an aligned
-                  block of 2^{l-1} tokens; at time t those are alive whose bit is set in t
+    level(t, s) = bit_length(t xor s), at most L - 1: level 0 is the token itself, level l >= 1 an aligned block of
+                  2^{l-1} tokens; at time t those are alive whose bit is set in t
     S_l <- e^{g_t} (I - beta_t k_t k_t^T) S_l,  l >= 1          without beta: e^{g_t} S_l
     S_0 <- beta_t k_t v_t^T                                     without beta: k_t v_t^T
     o_t = scale * sum_l lam_tl S_l^T q_t
@@ -95,8 +95,8 @@ def _levels(C: int, L: int, device: torch.device) -> Tensor:
 def _chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, lam: Tensor, beta: Tensor | None, length: int
 ) -> tuple[Tensor, Tensor]:
-    """All (N, J, C, ...), N and C powers of two -> o without scale, and the levels (J, L, K, V) after `length` tokens."""
-    N, _, C, L = lam.shape
+    """All (N, J, C, ...), N and C powers of two -> o without scale, the levels (J, L, K, V) after `length` tokens."""
+    C, L = lam.shape[2:]
     G = g.squeeze(-1).cumsum(2)
     D, Ga, tail, total = decay_tile(G), G.exp().unsqueeze(-1), (G[:, :, -1:] - G).exp(), G[:, :, -1, None, None].exp()
     EF = torch.cat([(q @ k.mT) * D, (k * tail.unsqueeze(-1)).mT], 2)
@@ -132,7 +132,7 @@ def _tree(H: Tensor, Phi: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 def _read(o: Tensor, q: Tensor, lam: Tensor, tree: list[tuple[Tensor, Tensor]]) -> Tensor:
     """`o` plus what each chunk reads from the blocks before it: the right half of a pair reads the left."""
-    N, _, C, L = lam.shape
+    C, L = lam.shape[2:]
     for bit, (H, Phi) in enumerate(tree[:-1]):
         halves = [x.unflatten(0, (-1, 2, 1 << bit)).unbind(1) for x in (o, q, lam)]
         (o_left, o_right), (q_left, q_right), (_, lam_right) = halves
@@ -191,11 +191,11 @@ def log_linear_attention(
         return o.to(dtype), state
     C = min(LONGEST, 1 << (T - 1).bit_length())
     longer = C << (-(-T // C) - 1).bit_length()
-    cut = [
-        None if x is None else to_chunks(F.pad(x if x.dim() == 4 else x[..., None], (0, 0, 0, 0, 0, longer - T)), C)
-        for x in (q, k, v, g, lam, beta)
-    ]
-    o, S = _chunked(*cut, T)  # type: ignore[arg-type]
+
+    def cut(x: Tensor) -> Tensor:
+        return to_chunks(F.pad(x if x.dim() == 4 else x[..., None], (0, 0, 0, 0, 0, longer - T)), C)
+
+    o, S = _chunked(cut(q), cut(k), cut(v), cut(g), cut(lam), None if beta is None else cut(beta), T)
     length = torch.full((B,), T, device=v.device, dtype=torch.int32)
     return (from_chunks(o, B, T) * scale).to(dtype), LogLinearState(S.unflatten(0, (B, H)), length)
 

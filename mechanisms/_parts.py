@@ -24,6 +24,7 @@ Letters: B batch, T time, D model width, H heads, K key width, V value width.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -235,6 +236,52 @@ class GatedOutput(nn.Module):
     def forward(self, o_BTHV: Tensor, x_BTD: Tensor) -> Tensor:
         gate = nn.functional.silu(self.gate(x_BTD))
         return self.out(self.norm(o_BTHV).flatten(2) * gate)
+
+
+class Mamba2Block(Base):
+    """What surrounds Mamba-2's recurrence, in any form of it: see `mamba2`. Its `shape` has expand * n_heads heads.
+
+    Letters: P width of a head, G groups, N width of b and c.
+    """
+
+    def __init__(self, shape: Shape, expand: int, d_state: int, groups: int, a_min: float, a_max: float) -> None:
+        super().__init__()
+        self.shape = dataclasses.replace(shape, n_heads=expand * shape.n_heads)
+        self.d_state, self.groups = d_state, groups
+        inner = self.shape.n_heads * shape.head_dim
+        self.sizes = [inner, groups * d_state, groups * d_state]
+        self.xbc = nn.Linear(shape.d_model, sum(self.sizes), bias=False)
+        self.conv = ShortConv(sum(self.sizes), "silu", shape.impl) if shape.short_conv else None
+        self.decay = DecayGate(self.shape, a_max, a_min)
+        self.D = nn.Parameter(torch.ones(self.shape.n_heads))
+        self.gate = nn.Linear(shape.d_model, inner, bias=False)
+        self.norm = RmsNorm(inner // groups)
+        self.out = nn.Linear(inner, shape.d_model, bias=False)
+
+    def empty_conv(self, batch: int, device: torch.device, dtype: torch.dtype) -> State:
+        if self.conv is None:
+            return {}
+        return {"conv": torch.zeros(batch, CONV_WIDTH - 1, sum(self.sizes), device=device, dtype=dtype)}
+
+    def inputs(self, x_BTD: Tensor, state: State | None) -> tuple[Tensor, Tensor, Tensor, Tensor, State]:
+        """c_BTGN, b_BTGN (a recurrence's q and k), x_BTHP, the step size dt_BTH, and the convolution's state."""
+        xbc, carried = self.xbc(x_BTD), {}
+        if self.conv is None:
+            xbc = nn.functional.silu(xbc)
+        else:
+            xbc, carried["conv"] = self.conv(xbc, state["conv"] if state else None)
+        x, b, c = xbc.split(self.sizes, -1)
+        b, c = (t.unflatten(-1, (self.groups, -1)) for t in (b, c))
+        return c, b, x.unflatten(-1, (self.shape.n_heads, -1)), self.decay.step_size(x_BTD), carried
+
+    def read(self, y_BTHP: Tensor, x_BTHP: Tensor, x_BTD: Tensor) -> Tensor:
+        """The skip, the gate, the norm of a group's heads together, the output projection."""
+        gate = nn.functional.silu(self.gate(x_BTD))
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            acc = accumulator(y_BTHP)
+            y = (y_BTHP.to(acc) + self.D[:, None] * x_BTHP).flatten(2) * gate
+            y = self.norm(y.unflatten(-1, (self.groups, -1))).flatten(2)
+        return self.out(y)
 
 
 def rotate(x_BTHK: Tensor, position_BT: Tensor, theta: float = 1e4) -> Tensor:

@@ -23,14 +23,11 @@ Limits
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kernels._launch import accumulator
 from kernels.linear_attention import linear_attention
-from mechanisms._parts import CONV_WIDTH, Base, DecayGate, RmsNorm, Shape, ShortConv, State
+from mechanisms._parts import Mamba2Block, Shape, State
 
 REVISION = 1
 STATE = "expand*n_heads*head_dim*d_state"
@@ -50,7 +47,7 @@ LIMITS = [
 ]
 
 
-class Mixer(Base):
+class Mixer(Mamba2Block):
     """Mamba-2.
 
     Args:
@@ -71,29 +68,15 @@ class Mixer(Base):
         a_min: float = 1.0,
         a_max: float = 16.0,
     ) -> None:
-        super().__init__()
-        self.shape = dataclasses.replace(shape, n_heads=expand * shape.n_heads)
-        self.d_state, self.groups = d_state, groups
-        inner = self.shape.n_heads * shape.head_dim
-        self.sizes = [inner, groups * d_state, groups * d_state]
-        self.xbc = nn.Linear(shape.d_model, sum(self.sizes), bias=False)
-        self.conv = ShortConv(sum(self.sizes), "silu", shape.impl) if shape.short_conv else None
-        self.decay = DecayGate(self.shape, a_max, a_min)
-        self.D = nn.Parameter(torch.ones(self.shape.n_heads))
-        self.gate = nn.Linear(shape.d_model, inner, bias=False)
-        self.norm = RmsNorm(inner // groups)
-        self.out = nn.Linear(inner, shape.d_model, bias=False)
+        super().__init__(shape, expand, d_state, groups, a_min, a_max)
 
     def initial_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> State:
         size = (batch, self.shape.n_heads, self.d_state, self.shape.head_dim)
         state = {"S": torch.zeros(size, device=device, dtype=torch.promote_types(dtype, torch.float32))}
-        if self.conv is not None:
-            state["conv"] = torch.zeros(batch, CONV_WIDTH - 1, sum(self.sizes), device=device, dtype=dtype)
-        return state
+        return {**state, **self.empty_conv(batch, device, dtype)}
 
     def forward(self, x_BTD: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        x_BTHP, b_BTGN, c_BTGN, carried = self._inputs(x_BTD, state)
-        dt_BTH = self.decay.step_size(x_BTD)
+        c_BTGN, b_BTGN, x_BTHP, dt_BTH, carried = self.inputs(x_BTD, state)
         y, S = linear_attention(
             c_BTGN,
             b_BTGN,
@@ -103,24 +86,4 @@ class Mixer(Base):
             impl=self.shape.impl,
         )
         assert isinstance(S, Tensor)
-        return self._read(y, x_BTHP, x_BTD), {"S": S, **carried}
-
-    def _inputs(self, x_BTD: Tensor, state: State | None) -> tuple[Tensor, Tensor, Tensor, State]:
-        """x, a head; b and c, a group; the convolution's state."""
-        xbc, carried = self.xbc(x_BTD), {}
-        if self.conv is None:
-            xbc = nn.functional.silu(xbc)
-        else:
-            xbc, carried["conv"] = self.conv(xbc, state["conv"] if state else None)
-        x, b, c = xbc.split(self.sizes, -1)
-        heads = x.unflatten(-1, (self.shape.n_heads, -1))
-        return heads, *(t.unflatten(-1, (self.groups, -1)) for t in (b, c)), carried
-
-    def _read(self, y_BTHP: Tensor, x_BTHP: Tensor, x_BTD: Tensor) -> Tensor:
-        """The skip, the gate, the norm of a group's heads together, the output projection."""
-        gate = nn.functional.silu(self.gate(x_BTD))
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            acc = accumulator(y_BTHP)
-            y = (y_BTHP.to(acc) + self.D[:, None] * x_BTHP).flatten(2) * gate
-            y = self.norm(y.unflatten(-1, (self.groups, -1))).flatten(2)
-        return self.out(y)
+        return self.read(y, x_BTHP, x_BTD), {"S": S, **carried}

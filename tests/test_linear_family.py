@@ -23,14 +23,14 @@ def causal_read(weight_BHTS: Tensor, v_BTHV: Tensor, normalise: bool = False) ->
 def test_mamba2_is_its_masked_attention() -> None:
     """y = (L * C B^T) (dt x) + D x, with L_ts = exp(-sum over (s, t] of A dt); two heads read a group."""
     mixer, x = build("mamba2", {"d_state": 5, "groups": 2}), tokens(T)
-    inner_BTHP, b_BTGN, c_BTGN, _ = mixer._inputs(x, None)
+    c_BTGN, b_BTGN, inner_BTHP, _, _ = mixer.inputs(x, None)
     dt = torch.nn.functional.softplus(x @ mixer.decay.proj.weight.T + mixer.decay.dt_bias)
     passed_BHT = (mixer.decay.A_log.exp() * dt).cumsum(1).mT
     group = torch.tensor([0, 0, 1, 1])
     scores = torch.einsum("bthn,bshn->bhts", c_BTGN[:, :, group], b_BTGN[:, :, group])
     weight = scores * (passed_BHT[:, :, None] - passed_BHT[..., None]).clamp(max=0).exp()
     y = causal_read(weight, dt[..., None] * inner_BTHP)
-    assert close(mixer(x)[0], mixer._read(y, inner_BTHP, x))
+    assert close(mixer(x)[0], mixer.read(y, inner_BTHP, x))
     skip = mixer.D[:, None] * inner_BTHP
     gated = (y + skip).flatten(2) * torch.nn.functional.silu(mixer.gate(x))
     halves = [part * (part.square().mean(-1, keepdim=True) + 1e-5).rsqrt() for part in gated.chunk(2, -1)]

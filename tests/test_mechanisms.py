@@ -29,6 +29,7 @@ SMALL: dict[str, dict[str, int]] = {
     "gated_deltanet": {"expand_v": 2},
     "hola": {"cache": 5, "block": 8},
     "mamba2": {"d_state": 5, "groups": 2},
+    "log_linear": {"d_state": 5},
 }
 """Values small enough that the lengths above reach past them. A mechanism that is not here is tested as it comes."""
 
@@ -95,6 +96,9 @@ def initialise(mixer: Base, seed: int = 0) -> Base:
                 if module.bias is not None:
                     module.bias.normal_(0, 0.5, generator=generator(f"{name}.bias"))
         mixer.init_special(generator)
+        for name, parameter in mixer.named_parameters():
+            if parameter.dim() > 1 and not parameter.any():  # a matrix that starts as zero hides what is before it
+                parameter.normal_(0, 0.5, generator=generator(name))
     return mixer.double()
 
 
