@@ -54,8 +54,10 @@ class Watch:
 
 
 def _signs(folder: Path, attempt: int) -> tuple[int, ...]:
-    log = _changed(folder / "attempts" / str(attempt) / "log.txt")
-    return (log, *(_changed(folder / name) for name in _SIGNS)) if log else ()
+    """What the attempt has written; nothing while its worker still starts, which a busy machine can draw out."""
+    home = folder / "attempts" / str(attempt)
+    worker = _changed(home / WORKER_FILE)
+    return (worker, _changed(home / "log.txt"), *(_changed(folder / name) for name in _SIGNS)) if worker else ()
 
 
 def _changed(path: Path) -> int:
