@@ -37,11 +37,6 @@ PARAMS = "n_heads*head_dim*((2 + expand_v)*(d_model + (4 if short_conv else 0)) 
 LIMITS = ["expand_v >= 1", "head_dim % 2 == 0", "position != 'rope'"]
 
 
-def log_decay(n_heads: int) -> Tensor:
-    """log gamma, (H,) fp32: head h forgets half in about 22 * 2^h tokens."""
-    return torch.log1p(-(2.0 ** -(5 + torch.arange(n_heads, dtype=torch.float64)))).float()
-
-
 class Mixer(Base):
     """Retention.
 
@@ -49,13 +44,14 @@ class Mixer(Base):
         expand_v: width of a value as a multiple of head_dim
     """
 
-    log_decay: Tensor
+    loss_H: Tensor
 
     def __init__(self, shape: Shape, *, expand_v: int = 2) -> None:
         super().__init__()
         self.shape, self.d_v = shape, expand_v * shape.head_dim
         self.project = Projections(shape, self.d_v)
-        self.register_buffer("log_decay", log_decay(shape.n_heads), persistent=False)
+        # 1 - gamma, powers of two and so exact in any precision: head h forgets half in about 22 * 2^h tokens
+        self.register_buffer("loss_H", 2.0 ** -(5.0 + torch.arange(shape.n_heads)), persistent=False)
         self.gate = nn.Linear(shape.d_model, shape.n_heads * self.d_v, bias=False)
         self.out = nn.Linear(shape.n_heads * self.d_v, shape.d_model, bias=False)
 
@@ -74,7 +70,7 @@ class Mixer(Base):
             rotate(q, position_BT),
             rotate(k, position_BT),
             v,
-            self.log_decay,
+            torch.log1p(-self.loss_H.to(accumulator(v))),
             scale=self.shape.head_dim**-0.5,
             initial_state=state["S"] if state else None,
             impl=self.shape.impl,

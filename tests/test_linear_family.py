@@ -56,13 +56,14 @@ def test_retention_turns_by_the_distance_and_fades_by_its_head() -> None:
     q, k = (torch.complex(part[..., :half], part[..., half:]) for part in (q, k))
     time = torch.arange(T, dtype=torch.float64)
     apart = time[:, None] - time
-    turn = torch.polar(torch.ones(T, T, half).double(), apart[..., None] * 1e4 ** (-torch.arange(half) / half))
+    rate_K = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
+    turn = torch.polar(torch.ones(T, T, half, dtype=torch.float64), apart[..., None] * rate_K)
     scores = torch.einsum("bthk,bshk,tsk->bhts", q, k.conj(), turn).real
-    gamma = torch.tensor([1 - 1 / 32, 1 - 1 / 64], dtype=torch.float32).double()
+    gamma = torch.tensor([1 - 1 / 32, 1 - 1 / 64], dtype=torch.float64)
     o = causal_read(scores * gamma[:, None, None] ** apart.clamp(min=0), v) / HEAD_DIM**0.5
     o = (o - o.mean(-1, keepdim=True)) / (o.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
     gate = torch.nn.functional.silu(mixer.gate(x))
-    assert close(mixer(x)[0], mixer.out(o.flatten(2) * gate), 1e-6)  # gamma is kept in single precision
+    assert close(mixer(x)[0], mixer.out(o.flatten(2) * gate))
 
 
 @pytest.mark.parametrize("D", [1, 2, 5, 16])
