@@ -10,7 +10,9 @@ Chunked, with G the cumulative log-decay inside a chunk and P_ij = sum_k q_ik k_
 
     O = (e^G * Q) S + P V       S' = e^{G_C} S + (e^{G_C - G} * K)^T V
 
-No exponent is ever positive. With a decay for each channel P is summed directly, in chunks of 16.
+No exponent is ever positive. With a decay for each channel the sum is no product of two matrices, but what the later
+half of a chunk reads of the earlier is: through the border between them, G_i - G_b and G_b - G_j. So P is made of
+halves of halves.
 
 Letters: B batch, T time, H heads, J = B * H, N chunks, C chunk length, K key width, V value width.
 """
@@ -22,6 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels._chunk import G_MIN, chunk_length, decay_tile, from_chunks, repeat_heads, to_chunks
@@ -29,9 +32,6 @@ from kernels._launch import accumulator, check, full_precision, resolve, triton_
 
 DEN_MIN = 1e-6
 """The normaliser is never taken smaller than this."""
-
-LONGEST_VECTOR = 16
-"""Chunk length with a decay a channel: the direct sum holds C * C * K numbers a chunk."""
 
 LinearState = Tensor | tuple[Tensor, Tensor]
 
@@ -70,7 +70,9 @@ def _chunked(
 ) -> tuple[Tensor, Tensor | None, LinearState]:
     """Numerator (B, T, H, V), denominator (B, T, H, 1) and final state. g (B, T, H, 1) or (B, T, H, K)."""
     B, T, H, _ = v.shape
-    C = chunk_length(T, LONGEST_VECTOR) if g is not None and g.shape[-1] > 1 else chunk_length(T)
+    by_channel = g is not None and g.shape[-1] > 1
+    C = chunk_length(T)
+    C = 1 << (C - 1).bit_length() if by_channel else C
     q, k, v = (to_chunks(x, C) for x in (q, k, v))
     S, z = state if isinstance(state, tuple) else (state, None)
     S, z = (None if x is None else x.flatten(0, 1) for x in (S, z))
@@ -80,10 +82,7 @@ def _chunked(
     else:
         G = to_chunks(g, C).cumsum(2)
         q_in, k_end, kept = q * G.exp(), k * (G[:, :, -1:] - G).exp(), G[:, :, -1].exp()
-        if G.shape[-1] == 1:
-            P = (q @ k.mT) * decay_tile(G.squeeze(-1))
-        else:
-            P = torch.stack([_vector_scores(q[n], k[n], G[n]) for n in range(G.shape[0])])
+        P = _channel_scores(q, k, G) if by_channel else (q @ k.mT) * decay_tile(G.squeeze(-1))
     num, den = P @ v, P.sum(-1, keepdim=True) if normalize else None
     new_S, new_z = k_end.mT @ v, k_end.sum(2) if normalize else None
     starts, S = _carry(S, new_S, None if kept is None else kept[..., None])
@@ -95,10 +94,17 @@ def _chunked(
     return from_chunks(num, B, T), None, S.unflatten(0, (B, H))
 
 
-def _vector_scores(q_JCK: Tensor, k_JCK: Tensor, G_JCK: Tensor) -> Tensor:
-    """P of one chunk with a decay a channel, (J, C, C)."""
-    tile_JKCC = decay_tile(G_JCK.mT)
-    return torch.einsum("jik,jmk,jkim->jim", q_JCK, k_JCK, tile_JKCC)
+def _channel_scores(q_NJCK: Tensor, k_NJCK: Tensor, G_NJCK: Tensor) -> Tensor:
+    """P with a decay a channel, (N, J, C, C), C a power of two: blocks around the diagonal, doubled each round."""
+    P = (q_NJCK * k_NJCK).sum(-1)[..., None, None]  # (N, J, blocks, size, size)
+    while (size := P.shape[-1]) < q_NJCK.shape[2]:
+        q, k, G = (x.unflatten(2, (-1, 2, size)) for x in (q_NJCK, k_NJCK, G_NJCK))
+        (earlier_G, later_G), (earlier_P, later_P) = G.unbind(3), P.unflatten(2, (-1, 2)).unbind(3)
+        border = earlier_G[..., -1:, :]
+        later_q, earlier_k = q[:, :, :, 1] * (later_G - border).exp(), k[:, :, :, 0] * (border - earlier_G).exp()
+        above = F.pad(earlier_P, (0, size))
+        P = torch.cat([above, torch.cat([later_q @ earlier_k.mT, later_P], -1)], -2)
+    return P[:, :, 0]
 
 
 def _carry(start: Tensor | None, new: Tensor, kept: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
