@@ -95,14 +95,28 @@ class Ledger:
             _add_columns(db)
             db.execute(self._insert(store_t), {"uuid": store_uuid, "schema_version": SCHEMA_VERSION})
             rows = db.execute(sa.select(store_t)).all()
-        other = [row.uuid for row in rows if row.uuid != store_uuid]
-        if other:
-            raise UserError(f"this ledger belongs to another store ({other[0]}, not {store_uuid})", Exit.ENVIRONMENT)
+            other = [row.uuid for row in rows if row.uuid != store_uuid]
+            if other:  # raised inside the transaction: nothing of this store stays in the other's ledger
+                text = f"this ledger belongs to another store ({other[0]}, not {store_uuid})"
+                raise UserError(text, Exit.ENVIRONMENT)
         if rows[0].schema_version > SCHEMA_VERSION:
             raise UserError(
                 f"the ledger has schema {rows[0].schema_version}; this memsweep reads up to {SCHEMA_VERSION}: upgrade",
                 Exit.ENVIRONMENT,
             )
+
+    def store_uuid(self) -> str | None:
+        """The store that the ledger belongs to; None if it was never written. Only reads."""
+        try:
+            with self._read() as db:
+                rows = db.execute(sa.select(store_t.c.uuid)).scalars().all() if self._is_made(db) else []
+        except sa.exc.DatabaseError as error:
+            raise self._db.refused(error) from error
+        return rows[0] if len(rows) == 1 else None
+
+    @staticmethod
+    def _is_made(db: sa.Connection) -> bool:
+        return sa.inspect(db).has_table(store_t.name)
 
     # ---- plans -------------------------------------------------------------------------------------------------
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from runners import checkpoints
 from runners.ledger import Ledger, Row
+from runners.mend import mend
 from runners.owner import Owner
 from runners.rungs import stands
 from runners.schema import Finding, Member, Status, UserError
 from runners.search import Searches, State
-from runners.store import Store, shared_filesystem
+from runners.store import HEAD, HEAD_COPY, Store, is_torn, shared_filesystem
 
 LOW_DISK_BYTES = 500 * 2**20
 
@@ -185,11 +186,17 @@ def _where(diverged: Mapping[str, Any]) -> str:
 
 
 def doctor(store: Path, *, rebuild: bool = False) -> list[Finding]:
-    """Check a store's files against its ledger; with `rebuild` make the ledger anew from the folders."""
+    """Check a store's files against its ledger; with `rebuild` make the ledger, and a torn store.json, anew."""
+    mended = mend(store) if rebuild else None
     opened = Store.open(store)
     shared = shared_filesystem(opened.root)
     on = f" on a {shared} file system, which machines can share" if shared else " on a local file system"
     found = [Finding("ok", f"store {opened.root}{on}, uuid {opened.uuid}")]
+    if mended:
+        found.append(mended)
+    elif is_torn(opened.root):
+        text = f"{opened.root / HEAD} is torn; its copy {HEAD_COPY} is read instead"
+        found.append(Finding("note", text, "the next launch or `sweep doctor --rebuild` writes it again"))
     free = shutil.disk_usage(opened.root).free
     if free < LOW_DISK_BYTES:
         found.append(Finding("problem", f"only {free / 2**20:.0f} MiB are free", "make room, or move the store"))

@@ -33,7 +33,7 @@ from runners.resources import Machine
 from runners.schema import Exit, Job, UserError
 from runners.shared import Shared
 from runners.stamp import DRIVER_VARIABLE, version
-from runners.store import read_json
+from runners.store import read_head, read_json
 
 HEAD_S = 25.0
 """How long the head node may be out of reach. Ray itself ends its drivers after 60 s of that."""
@@ -320,14 +320,13 @@ def look(store: str, shared: Shared | None) -> dict[str, Any]:
     """
     found: dict[str, Any] = {"machine": platform.node(), "python": platform.python_version()}
     found |= {name: version(name) for name in ("torch", "triton", "safetensors")}
-    head, trouble = read_json(Path(store) / "store.json"), None
+    head, trouble = read_head(Path(store)), None
     if shared is not None:
         try:
             shared.check()
         except UserError as error:
             trouble = str(error)
-    seen = head.get("uuid") if isinstance(head, dict) else None
-    return found | {"code": code.here(), "store": seen, "trouble": trouble}
+    return found | {"code": code.here(), "store": head and head["uuid"], "trouble": trouble}
 
 
 def look_over(cluster: Cluster, store: Path, shared: Shared | None) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The store: one folder that holds every trial, every frozen plan, the ledger and MLflow's files.
 
-    store.json                                  uuid, schema version; optionally where ledger and shared storage are
+    store.json, .store.json                     uuid, schema version; optionally where ledger and shared storage are;
+                                                and its copy, for the day the first is torn
     trials/<id>/settings.json                   what the trial is
     trials/<id>/attempts/<n>/{log.txt, error.txt, outcome.json}
     trials/<id>/checkpoints/{<step>, final}/    see runners/checkpoints.py
@@ -20,6 +21,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -33,6 +35,7 @@ DEFAULT_FOLDER = "memsweep-runs"
 LEDGER_VARIABLE = "MEMSWEEP_LEDGER"
 """Environment variable with the ledger's database URL; wins over `"ledger"` in store.json (it may hold a password)."""
 
+HEAD, HEAD_COPY = "store.json", ".store.json"
 ASIDE = "aside"
 """In an attempt's folder: what it found and did not want. Such an attempt begins a new generation of the trial."""
 _SHARED_FILESYSTEMS = (
@@ -60,16 +63,16 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_text(path: Path, text: str, *, keep_existing: bool = False, durable: bool = True) -> bool:
+def write_text(path: Path, text: str, *, keep_existing: bool = False, durable: bool = True, mode: int = 0o666) -> bool:
     """Put `text` at `path` whole or not at all: temporary name, fsync, rename, fsync of the folder.
 
     With `keep_existing` the first writer wins and a later one gets False: the commit of a result. On a file system
-    without hard links this falls back to "look, then rename".
+    without hard links this falls back to "look, then rename". `mode` is that of a new file, less the umask.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(text)
             file.flush()
             if durable:
@@ -92,10 +95,10 @@ def write_text(path: Path, text: str, *, keep_existing: bool = False, durable: b
     return True
 
 
-def write_json(path: Path, value: Any, *, keep_existing: bool = False, durable: bool = True) -> bool:
+def write_json(path: Path, value: Any, *, keep_existing: bool = False, durable: bool = True, mode: int = 0o666) -> bool:
     """`write_text` of `value` as indented JSON. NaN and infinity are refused: they are not JSON."""
     text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    return write_text(path, text, keep_existing=keep_existing, durable=durable)
+    return write_text(path, text, keep_existing=keep_existing, durable=durable, mode=mode)
 
 
 def read_json(path: Path) -> Any | None:
@@ -161,6 +164,47 @@ def _files(folder: Path) -> list[Path]:
         return []
 
 
+def read_head(root: Path) -> dict[str, Any] | None:
+    """What store.json says, or its copy if it is torn; None if the folder has no store.json, or both are torn."""
+    if not (root / HEAD).is_file():
+        return None
+    return next(filter(None, (_head(root / name) for name in (HEAD, HEAD_COPY))), None)
+
+
+def is_torn(root: Path) -> bool:
+    """Whether the store at `root` has lost store.json to a crash or a full disk: `runners/mend.py` makes it again."""
+    if (root / HEAD).is_file():
+        return _head(root / HEAD) is None
+    return _head(root / HEAD_COPY) is not None or any(root.glob("sweeps/*/*/plan.jsonl"))
+
+
+def write_head(root: Path, head: dict[str, Any]) -> None:
+    """Write store.json and its copy, which nobody may read who may not read store.json: it may hold a password."""
+    for name in (HEAD, HEAD_COPY):
+        write_json(root / name, head, mode=_mode(root))
+
+
+def _head(path: Path) -> dict[str, Any] | None:
+    head = read_json(path)
+    is_whole = isinstance(head, dict) and isinstance(head.get("uuid"), str) and isinstance(head.get("schema"), int)
+    return head if is_whole else None
+
+
+def _mode(root: Path) -> int:
+    try:
+        return (root / HEAD).stat().st_mode & 0o666
+    except FileNotFoundError:
+        return 0o666
+
+
+def _keep_copy(root: Path) -> None:
+    """Bring the copy of store.json up to date, or store.json, if it is torn. A store that only reads may lack it."""
+    head = read_head(root)
+    if head is not None and any(_head(root / name) != head for name in (HEAD, HEAD_COPY)):
+        with contextlib.suppress(OSError):
+            write_head(root, head)
+
+
 def shared_filesystem(path: Path, mounts: str | None = None) -> str | None:
     """The type of the network file system that holds `path`, or None if it is local (or cannot be told).
 
@@ -196,24 +240,30 @@ class Store:
     def open(cls, root: Path | str) -> Store:
         """The store at `root`, which must exist. Raises `UserError` if it does not or is of a newer schema."""
         root = Path(root).expanduser().resolve()
-        head = read_json(root / "store.json")
-        if not isinstance(head, dict) or "uuid" not in head:
+        head = read_head(root)
+        if head is None and is_torn(root):
             raise UserError(
-                f"no memsweep store at {root}: it has no readable store.json; `sweep launch` makes one there, "
+                f"the store at {root} has a store.json that is torn or gone: "
+                f"`sweep doctor --rebuild --store {shlex.quote(str(root))}` makes it again from what is there",
+                Exit.ENVIRONMENT,
+            )
+        if head is None:
+            raise UserError(
+                f"no memsweep store at {root}: it has no store.json; `sweep launch` makes one there, "
                 "`--store FOLDER` names another",
                 Exit.ENVIRONMENT,
             )
         if head["schema"] > SCHEMA_VERSION:
-            raise _newer(root / "store.json", head["schema"])
+            raise _newer(root / HEAD, head["schema"])
         return cls(root, head["uuid"], head.get("ledger"), head.get("shared"))
 
     @classmethod
     def create(cls, root: Path | str) -> Store:
         """The store at `root`, made if the folder is missing or empty. Two makers at once get the same store."""
         root = Path(root).expanduser().resolve()
-        head = root / "store.json"
+        head = root / HEAD
         try:
-            if not head.exists():
+            if not head.exists() and not is_torn(root):
                 if (
                     root.is_dir()
                     and any(not path.name.startswith(".") for path in root.iterdir())
@@ -228,7 +278,9 @@ class Store:
                 write_json(head, {"uuid": str(uuid.uuid4()), "schema": SCHEMA_VERSION}, keep_existing=True)
         except OSError as error:
             raise UserError(f"cannot make a store at {root}: {error.strerror or error}", Exit.ENVIRONMENT) from error
-        return cls.open(root)
+        opened = cls.open(root)
+        _keep_copy(root)
+        return opened
 
     def ledger_url(self) -> str:
         """Database URL of the ledger. Raises `UserError` for SQLite on a network file system."""
@@ -249,9 +301,9 @@ class Store:
 
     def keep_shared(self, url: str) -> None:
         """Note in store.json that trials go through `url`, so that a later launch looks there for what was left."""
-        head = read_json(self.root / "store.json") or {}
+        head = read_head(self.root) or {"uuid": self.uuid, "schema": SCHEMA_VERSION}
         if head.get("shared") != url:
-            write_json(self.root / "store.json", head | {"shared": url})
+            write_head(self.root, head | {"shared": url})
 
     @property
     def mlflow_uri(self) -> str:

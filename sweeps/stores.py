@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runners.schema import Exit, UserError
-from runners.store import DEFAULT_FOLDER, Store, read_json, write_json
+from runners.store import DEFAULT_FOLDER, Store, is_torn, read_json, write_json
 
 KEEP = 200
 """Stores remembered, the one launched in last first."""
@@ -44,7 +44,7 @@ def find(given: Path | None, sweep: str | None = None) -> Path:
     if found:
         listed = "\n".join(f"  --store {path}" for path in found)
         raise UserError(f"{what}: in {len(found)} stores that you launched in; say which:\n{listed}", Exit.USAGE)
-    if sweep and not _has(local, None):
+    if sweep and not _has(local, None) and not is_torn(local):
         names = sorted({name for path in remembered() for name in _sweeps(path)})
         there = f"; those you launched in have: {', '.join(names)}" if names else ""
         raise UserError(f"no sweep {sweep!r}: there is no store at {local.resolve()}{there}. --store FOLDER names one")

@@ -223,6 +223,7 @@ def test_a_ledger_of_another_store_is_refused(store: Store, ledger: Ledger) -> N
     ledger.close()
     with pytest.raises(UserError, match="belongs to another store"):
         Ledger.open(replace(store, uuid="other"))
+    Ledger.open(store).close()  # the stranger left nothing in it
 
 
 @sqlite_only

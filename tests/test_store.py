@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,8 +12,20 @@ import plans
 import pytest
 
 from runners import store as stores
+from runners.ledger import Ledger
+from runners.overview import doctor
 from runners.schema import Exit, Trial, UserError
-from runners.store import Store, read_json, read_points, read_sealed, seal, shared_filesystem, write_json
+from runners.store import (
+    HEAD,
+    HEAD_COPY,
+    Store,
+    read_json,
+    read_points,
+    read_sealed,
+    seal,
+    shared_filesystem,
+    write_json,
+)
 
 
 def test_create_then_open_is_the_same_store(tmp_path: Path) -> None:
@@ -174,3 +187,56 @@ def test_equal_id_with_other_settings_stops(tmp_path: Path) -> None:
     other = Trial(trial.id, trial.seed, trial.mechanism, trial.task, trial.model, trial.train | {"lr": 0.5})
     with pytest.raises(UserError, match=rf"{trial.id}: train\.lr differs"):
         store.check_settings(other)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"uuid": 5, "schema": 1}'])
+def test_a_torn_head_is_read_from_its_copy_and_written_again(tmp_path: Path, text: str) -> None:
+    store = Store.create(tmp_path / "runs")
+    store.keep_shared("file:///scratch")
+    os.chmod(store.root / HEAD, 0o600)
+    Store.create(store.root).keep_shared("file:///other")
+    assert (store.root / HEAD_COPY).stat().st_mode & 0o777 == 0o600, "it may hold a password, as store.json"
+    (store.root / HEAD).write_text(text)
+    assert (Store.open(store.root).uuid, Store.open(store.root).shared) == (store.uuid, "file:///other")
+    assert (store.root / HEAD).read_text() == text, "open only reads"
+    told = [found.what for found in doctor(store.root)]
+    assert any("store.json is torn; its copy" in line for line in told), told
+    Store.create(store.root)
+    assert read_json(store.root / HEAD) == read_json(store.root / HEAD_COPY)
+    assert read_json(store.root / HEAD)["uuid"] == store.uuid
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["torn", "gone"])
+def test_a_store_with_nothing_but_its_ledger_finds_its_uuid(tmp_path: Path, is_there: bool) -> None:
+    store = Store.create(tmp_path / "a store")
+    store.freeze(plans.plan())
+    Ledger.open(store).close()
+    for name in (HEAD, HEAD_COPY):
+        (store.root / name).unlink()
+    if is_there:
+        (store.root / HEAD).write_text("{")
+    for opener in (Store.open, Store.create, doctor):
+        with pytest.raises(UserError, match=r"torn or gone: `sweep doctor --rebuild --store '.*a store'`") as caught:
+            opener(store.root)
+        assert caught.value.exit_code == Exit.ENVIRONMENT
+    assert any("the uuid that the ledger knows" in found.what for found in doctor(store.root, rebuild=True))
+    assert Store.open(store.root).uuid == store.uuid
+    assert not any("torn" in found.what for found in doctor(store.root, rebuild=True))
+
+
+def test_a_torn_store_without_a_ledger_gets_a_new_uuid(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "runs")
+    (store.root / HEAD).write_text("")
+    (store.root / HEAD_COPY).unlink()
+    assert any("a new uuid" in found.what for found in doctor(store.root, rebuild=True))
+    assert Store.open(store.root).uuid != store.uuid
+
+
+def test_an_unreadable_ledger_makes_no_new_uuid(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "runs")
+    (store.root / "ledger.db").write_bytes(b"no database" * 1000)
+    (store.root / HEAD).write_text("")
+    (store.root / HEAD_COPY).unlink()
+    with pytest.raises(UserError, match="cannot open the ledger"):
+        doctor(store.root, rebuild=True)
+    assert (store.root / HEAD).read_text() == ""
