@@ -50,36 +50,50 @@ def n_levels(length: int) -> int:
     return 1 + (length - 1).bit_length()
 
 
+def carries(length_B: Tensor, T: int, L: int) -> Tensor:
+    """(B, T, L, L): what each of the next T tokens does to the levels before it: row m adds up what moves into m."""
+    t_BT = length_B[:, None] + torch.arange(T, device=length_B.device)
+    zeros_BT = (t_BT[..., None] % (1 << torch.arange(1, max(L - 1, 1), device=length_B.device)) == 0).sum(-1)
+    into_BT11 = (1 + zeros_BT).clamp(max=L - 1)[..., None, None]
+    level = torch.arange(L, device=length_B.device)
+    return torch.maximum(level, into_BT11) == level[:, None]
+
+
 def log_linear_attention_step(
-    state: LogLinearState, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lam: Tensor, beta: Tensor | None, scale: float
-) -> tuple[Tensor, LogLinearState]:
-    """One token, and the law. q, k (B, H, K), v (B, H, V), g, beta (B, H), lam (B, H, L) -> o (B, H, V), next state."""
-    S, length = state
-    L = S.shape[2]
-    full = length[:, None] % (1 << torch.arange(1, max(L - 1, 1), device=length.device)) == 0
-    into = (1 + full.sum(1)).clamp(max=L - 1)[:, None]  # trailing zeros of t
-    level = torch.arange(L, device=length.device)
-    moved, kept = (x.to(S.dtype)[:, None, :, None, None] for x in (level == into, level >= into))
-    S = S * kept + moved * (S * (1 - kept)).sum(2, keepdim=True) if L > 1 else S
-    S = S * g.clamp(min=G_MIN).exp()[..., None, None, None]
+    S: Tensor,
+    carry: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    lam: Tensor,
+    beta: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """One token, and the law. S (B, H, L, K, V), `carry` (B, L, L) of `carries`, q, k (B, H, K), v (B, H, V), g, beta
+    (B, H), lam (B, H, L) -> o (B, H, V), next S."""
+    carry = carry[:, None] * g.clamp(min=G_MIN).exp()[..., None, None]
+    S = (carry @ S.flatten(3)).view_as(S)
     write = k if beta is None else k * beta[..., None]
     if beta is not None:
-        S = S - write[:, :, None, :, None] * torch.einsum("bhlkv,bhk->bhlv", S, k)[..., None, :]
-    new = write[..., None] * v[..., None, :]
-    S = S + new[:, :, None] * (level == 0).to(S.dtype)[:, None, None]
-    return torch.einsum("bhlkv,bhk,bhl->bhv", S, q, lam) * scale, LogLinearState(S, length + 1)
+        S = S - write[:, :, None, :, None] * (k[:, :, None, None] @ S)
+    S = torch.cat([S[:, :, :1] + (write[..., None] * v[..., None, :])[:, :, None], S[:, :, 1:]], 2)
+    read = (lam[:, :, None] @ S.flatten(3)).view_as(S[:, :, 0])
+    return (q[:, :, None] @ read).squeeze(2) * scale, S
 
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, lam: Tensor, beta: Tensor | None, scale: float, state: LogLinearState
 ) -> tuple[Tensor, LogLinearState]:
     """The law over time: (B, T, H, ...) in, o and final state out."""
-    out = []
-    for t in range(q.shape[1]):
+    T, out, S = q.shape[1], [], state.S
+    carry_BTLL = carries(state.length, T, lam.shape[-1]).to(S.dtype)
+    for t in range(T):
         beta_t = None if beta is None else beta[:, t]
-        o, state = log_linear_attention_step(state, q[:, t], k[:, t], v[:, t], g[:, t], lam[:, t], beta_t, scale)
+        now = carry_BTLL[:, t], q[:, t], k[:, t], v[:, t], g[:, t], lam[:, t]
+        o, S = log_linear_attention_step(S, *now, beta_t, scale)
         out.append(o)
-    return torch.stack(out, 1), state
+    return torch.stack(out, 1), LogLinearState(S, state.length + T)
 
 
 def _levels(C: int, L: int, device: torch.device) -> Tensor:
