@@ -201,11 +201,9 @@ def examples(T: int, dtype: torch.dtype, generator: torch.Generator) -> Iterator
         return torch.randn(*size, dtype=dtype, generator=generator)
 
     for slots, resolution, start in (
-        (5, (1, 1, 1, 1), False),
-        (6, (1, 2, 1, 2), True),
+        (6, (1, 2, 1, 2), False),
         (5, (8, 1, 3, 2), True),
-        (1, (2, 1, 2, 1), False),
-        (33, (8, 8, 8, 8), True),
+        (33, (8, 8, 8, 8), False),
     ):
         state = None
         if start:

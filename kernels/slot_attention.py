@@ -44,11 +44,11 @@ def slot_attention_step(
     state: SlotState, q: Tensor, k: Tensor, v: Tensor, f: Tensor, s: Tensor, scale: float, mask_empty: bool = False
 ) -> tuple[Tensor, SlotState]:
     """One token, and the law. q, k (B, H, K), v (B, H, V), f, s (B, H, M) -> o (B, H, V), next state."""
-    written = (s != 0) | _written(state)
+    written = (s != 0) | _written(state) if mask_empty else None
     keep, s = f.clamp(min=G_MIN).exp()[..., None], s[..., None]
     keys, values = (x * keep + s * new[..., None, :] for x, new in zip(state, (k, v), strict=True))
     x_BHM = torch.einsum("bhmk,bhk->bhm", keys, q) * scale
-    p_BHM = _softmax(x_BHM, written if mask_empty else None)
+    p_BHM = _softmax(x_BHM, written)
     return torch.einsum("bhmv,bhm->bhv", values, p_BHM), (keys, values)
 
 

@@ -99,7 +99,7 @@ class Noise(nn.Module):
 
     @torch.no_grad()
     def forward(self, weight: Tensor, position_BT: Tensor, n_heads: int, slots: int) -> Tensor:
-        """(B, T, H, M) fp32, for the update to which a pass with this `weight` belongs."""
+        """(B, T, H, M) in the dtype of `weight`, for the update to which a pass with this `weight` belongs."""
         bits = weight.view(torch.int32).sum()
         self.update += bits != self.seen
         self.seen.copy_(bits)
@@ -107,7 +107,7 @@ class Noise(nn.Module):
         place = torch.arange(n_heads * slots, device=weight.device, dtype=torch.int32).view(n_heads, slots)
         x = position_BT.to(torch.int32)[..., None, None] * (n_heads * slots) + place
         x = _mix(_mix(_mix(x ^ low) ^ self.update.to(torch.int32)) ^ high)
-        u = (((x >> 9) & 0x7FFFFF) + 0.5) * 2.0**-23  # inside (0, 1), exactly
+        u = (((x >> 9) & 0x7FFFFF).to(weight.dtype) + 0.5) * 2.0**-23  # inside (0, 1), exactly
         return -(-u.log()).log()
 
 
