@@ -82,7 +82,7 @@ class Mixer(Base):
     def _gate(self, x_BTD: Tensor, total_BHM: Tensor | None) -> tuple[Tensor, Tensor]:
         """log(1 - w) (B, T, H, M), and the sum of e^c after the last token.
 
-        As log-sigmoid of (log of the sum before) - c: exact to rounding also where w is near 0, and -69 or less (as
+        As log-sigmoid of (log of the sum before) - c: exact to rounding also where w is near 0, and -37 or less (as
         good as -inf) where nothing came before.
         """
         raw_BTHM = self.control(x_BTD).unflatten(-1, (-1, self.slots))
