@@ -10,7 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
-from runners.redact import has_secret, redact
+from runners.redact import has_secret, shown
 from runners.schema import Exit, UserError
 
 HOST = "127.0.0.1"
@@ -27,7 +27,7 @@ def command(store: Path, port: int | None = None, tracking_uri: str | None = Non
     uri = tracking_uri or _default_uri(store)
     if uri.startswith(("http://", "https://", "databricks")):
         raise UserError(
-            f"{redact(uri)} is a running MLflow server: open it in a browser, there is nothing to start here"
+            f"{shown(uri)} is a running MLflow server: open it in a browser, there is nothing to start here"
         )
     artifacts = store.resolve() / "mlartifacts"
     line, extra = [sys.executable, "-m", "mlflow", "ui"], {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}

@@ -17,13 +17,15 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
-from runners.redact import redact
+from runners.redact import redact, shown
 from runners.schema import Exit, UserError
 from runners.store import LEDGER_VARIABLE
 
 BUSY_S = 60.0
 """How long a write waits for a database that another process holds. A lease is no longer: who has waited in vain has
 nothing left to write."""
+CONNECT_S = 10
+"""How long a server may take to answer."""
 _SQLITE_WAITS_S = 2.0
 
 
@@ -56,11 +58,11 @@ class Database:
             self._engine = _engine(url, read_only)
         except ImportError as error:
             extra = "pip install 'memsweep[postgres]'" if "psycopg" in str(error) else "install it"
-            raise UserError(f"the ledger {redact(url)} needs {error.name}: {extra}", Exit.ENVIRONMENT) from error
+            raise UserError(f"the ledger {shown(url)} needs {error.name}: {extra}", Exit.ENVIRONMENT) from error
         except (sa.exc.ArgumentError, ValueError):  # their words may hold the URL
-            shown = redact(url) if "://" in url else "(not shown)"  # who knows what was put there
+            what = shown(url) if "://" in url else "(not shown)"  # who knows what was put there
             raise UserError(
-                f"the ledger's URL {shown} cannot be used: give sqlite:////absolute/ledger.db or "
+                f"the ledger's URL {what} cannot be used: give sqlite:////absolute/ledger.db or "
                 f"postgresql+psycopg2://user:password@host/database ({LEDGER_VARIABLE}, or store.json)",
                 Exit.ENVIRONMENT,
             ) from None
@@ -98,9 +100,14 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """A transaction that only reads."""
-        with self._reads.connect() as db:
-            yield db
+        """A transaction that only reads. Raises `UserError` for a read-only database that does not answer."""
+        try:
+            with self._reads.connect() as db:
+                yield db
+        except sa.exc.DatabaseError as error:
+            if self._read_only:  # a driver has its own words for one that went while it worked
+                raise self.refused(error) from error
+            raise
 
     def insert(self, table: sa.Table) -> Any:
         """INSERT that leaves a row as it is if its key is there."""
@@ -117,24 +124,25 @@ class Database:
 
     def refused(self, error: sa.exc.DatabaseError) -> UserError:
         """What to tell the user of a database that could not be opened."""
-        parsed, shown = sa.engine.make_url(self._url), redact(self._url)
+        parsed, what = sa.engine.make_url(self._url), shown(self._url)
+        said = redact(str(error.orig).strip().partition("\n")[0], self._url).rstrip(".")
         is_sqlite, folder = parsed.get_backend_name() == "sqlite", Path(parsed.database or ".").parent
         if isinstance(error, sa.exc.OperationalError) and _is_busy(error):
-            text = f"another process has held the ledger {shown} locked for {BUSY_S:.0f} s: wait for it, or end it"
+            text = f"another process has held the ledger {what} locked for {BUSY_S:.0f} s: wait for it, or end it"
         elif is_sqlite and not self._read_only and folder.exists() and not _may_write(parsed):
             text = (
-                f"cannot open the ledger {shown}: {folder} cannot be written. Make it writable, or use another "
+                f"cannot open the ledger {what}: {folder} cannot be written. Make it writable, or use another "
                 "--store; `sweep status` and `sweep report --out FOLDER` only read"
             )
         elif is_sqlite:
             text = (
-                f"cannot open the ledger {shown}: {error.orig}. If the file is damaged, move it away: "
+                f"cannot open the ledger {what}: {said}. If the file is damaged, move it away: "
                 "`sweep doctor --rebuild` makes it again from the trial folders"
             )
         else:
             text = (
-                f"cannot open the ledger {shown}: {redact(str(error.orig)).strip()}. Is the server up, is the "
-                f"database there, may this user make tables in it? ({LEDGER_VARIABLE}, or store.json)"
+                f"cannot open the ledger {what}: {said}. Is the server up, is the database there, may this user make "
+                f"tables in it? ({LEDGER_VARIABLE}, or store.json; `sweep doctor --rebuild` fills an empty one)"
             )
         return UserError(text, Exit.ENVIRONMENT)
 
@@ -142,7 +150,7 @@ class Database:
 def _engine(url: str, read_only: bool) -> sa.Engine:
     parsed = sa.engine.make_url(url)
     if parsed.get_backend_name() != "sqlite":
-        return sa.create_engine(parsed, pool_pre_ping=True)
+        return sa.create_engine(parsed, pool_pre_ping=True, connect_args=patience(parsed))
     path = parsed.database
     if read_only:
         # Without write permission SQLite cannot make the files it shares with writers; if there are none, nobody
@@ -166,6 +174,12 @@ def _engine(url: str, read_only: bool) -> sa.Engine:
         connection.exec_driver_sql("BEGIN" if is_read else "BEGIN IMMEDIATE")
 
     return engine
+
+
+def patience(url: sa.URL) -> dict[str, Any]:
+    """What makes a driver give up on a server that does not answer, unless the URL says how long to wait."""
+    is_known = url.get_dialect().driver in ("psycopg2", "psycopg") and "connect_timeout" not in url.query
+    return {"connect_timeout": CONNECT_S} if is_known else {}
 
 
 def _is_busy(error: sa.exc.OperationalError) -> bool:

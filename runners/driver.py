@@ -15,6 +15,7 @@ from runners.launching import Launch, Say
 from runners.ledger import Ledger
 from runners.overview import SweepStatus, TrialStatus, doctor, status
 from runners.owner import Owner
+from runners.redact import redact
 from runners.resources import Share, share
 from runners.schema import Exit, Plan, UserError
 from runners.search import Resolve, Searches
@@ -78,8 +79,9 @@ def launch(
         except (OSError, OperationalError) as error:
             # Trials tell of their own trouble; this is the driver's: a full disk, a folder or a database that went.
             reason = error.orig if isinstance(error, OperationalError) else error
+            said = redact(str(reason), opened.ledger_url())
             raise UserError(
-                f"the launch could not go on: {reason} (store {opened.root}). What was committed is safe: mend the "
+                f"the launch could not go on: {said} (store {opened.root}). What was committed is safe: mend the "
                 "cause, and the same command goes on",
                 Exit.ENVIRONMENT,
             ) from error

@@ -107,16 +107,10 @@ class Ledger:
 
     def store_uuid(self) -> str | None:
         """The store that the ledger belongs to; None if it was never written. Only reads."""
-        try:
-            with self._read() as db:
-                rows = db.execute(sa.select(store_t.c.uuid)).scalars().all() if self._is_made(db) else []
-        except sa.exc.DatabaseError as error:
-            raise self._db.refused(error) from error
+        with self._read() as db:
+            is_made = sa.inspect(db).has_table(store_t.name)
+            rows = db.execute(sa.select(store_t.c.uuid)).scalars().all() if is_made else []
         return rows[0] if len(rows) == 1 else None
-
-    @staticmethod
-    def _is_made(db: sa.Connection) -> bool:
-        return sa.inspect(db).has_table(store_t.name)
 
     # ---- plans -------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from runners import checkpoints
+from runners.redact import shown
 from runners.schema import Exit, Job, UserError
 from runners.store import Store, last_attempt, read_sealed, sync_folder
 
@@ -369,11 +370,10 @@ def _open(url: str) -> tuple[Any, str]:
         raise UserError(
             f"--shared {url}: give a URL, as s3://bucket/folder; a folder that every node mounts needs no --shared"
         )
-    if "@" in rest.split("/")[0] and ":" in rest.split("@")[0]:
-        shown = f"{scheme}://…@{rest.split('@', 1)[1]}"
+    if re.match(r"[^/@:]*:(?!\d*/).*@", rest):  # a user alone, or a port, is no secret
         raise UserError(
-            f"--shared {shown}: the URL is kept and shown, so leave the password out of it. Every node takes its own "
-            "from the environment (AWS_…, FSSPEC_…) or from its role"
+            f"--shared {shown(url)}: the URL is kept and shown, so leave the password out of it. Every node takes its "
+            "own from the environment (AWS_…, FSSPEC_…) or from its role"
         )
     try:
         fs, root = url_to_fs(url, use_listings_cache=False)

@@ -9,15 +9,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import plans
 import postgres
 import pytest
 import sqlalchemy as sa
 from test_faults import claim_all
 
-from dashboards import ui
+from dashboards import report, ui
 from runners import driver, record
 from runners.ledger import Ledger
-from runners.redact import redact
+from runners.redact import redact, shown
 from runners.schema import Exit, UserError
 from runners.store import Store
 
@@ -139,10 +140,53 @@ def test_passwords_are_taken_out() -> None:
         f"connection failed: host=h password={SECRET}",
         f"https://host/?aws_secret_access_key={SECRET}",
         f"two: http://a:{SECRET}@b/ and ftp://c:{SECRET}@d/",
+        f"http://me:pa@{SECRET}@host:5000",
+        f"http://me:12/{SECRET}@host:5000",
+        f"mysql://me:p@ss:{SECRET}/@host/db?password={SECRET}",
+        f"https://{SECRET}@host/p",
     ):
         assert SECRET not in redact(text)
     plain = "sqlite:////home/me/mlflow.db and http://host:5000 (user@example.org), keys=3"
     assert redact(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        (f"mysql://me:p@ss:{SECRET}/@host/db", f"invalid literal for int() with base 10: {SECRET!r}"),
+        ("postgresql://me:s%40cret%2F1@host/db", "password s@cret/1 and cret"),
+        (f"postgresql://host/db?password={SECRET}", f"no {SECRET} here"),
+        (f"postgresql://me:it's {SECRET}@host/db", f"it's {SECRET}, {SECRET}"),
+    ],
+)
+def test_a_known_password_is_taken_out_of_what_errors_say(url: str, said: str) -> None:
+    for text in (redact(said, url), shown(url)):
+        assert not any(piece in text for piece in (SECRET, "cret"))
+    assert redact("the pool is up: p", "http://u:p@host") == "the pool is up: …", "a short one only as a word"
+
+
+def test_an_unreachable_ledger_is_told_by_what_only_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("psycopg2")
+    store = Store.create(tmp_path / "runs")
+    revision, _new = store.freeze(plans.plan())
+    monkeypatch.setenv("MEMSWEEP_LEDGER", f"postgresql+psycopg2://me:{SECRET}@127.0.0.9:1/db")
+    for read in (
+        lambda: driver.status(store.root),
+        lambda: report.known(store.root, "tiny", revision),
+        lambda: report.build(plans.plan(), store.root, f"{revision:04d}", tmp_path / "out"),
+    ):
+        with pytest.raises(UserError, match="Is the server up") as caught:
+            read()
+        assert caught.value.exit_code == Exit.ENVIRONMENT
+        assert SECRET not in str(caught.value)
+
+
+def test_an_empty_ledger_is_told_with_what_fills_it(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "runs")
+    store.freeze(plans.plan())
+    (store.root / "ledger.db").touch()
+    with pytest.raises(UserError, match="doctor --rebuild"):
+        driver.status(store.root)
 
 
 def test_mlflow_ui_gets_a_password_unseen(tmp_path: Path) -> None:

@@ -278,7 +278,8 @@ def test_storage_that_is_away_for_a_while_is_waited_for(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("s3://key:secret@bucket/folder", r"s3://…@bucket/folder: .*leave the password out"),
+        ("s3://key:secret@bucket/folder", r"s3://bucket/folder: .*leave the password out"),
+        ("s3://key:a@secret/@bucket/folder", r"s3://bucket/folder: .*leave the password out"),
         ("/mnt/folder", "give a URL"),
         ("nonsense://x/y", "nonsense"),
     ],
