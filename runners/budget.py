@@ -6,6 +6,7 @@ says. `--for` is of one launch. Time is counted from a worker's first word to it
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -72,10 +73,12 @@ class Budget:
             return f"--for {words(self.for_s)} is over"
         if self.gpu_hours is not None and spent.gpu_hours >= self.gpu_hours:
             used = f"{spent.gpu_hours:.3g} of {self.gpu_hours:g} GPU-hours are spent"
-            return f"{used}; `sweep launch` with --set budget.gpu_hours={2 * self.gpu_hours:g} allows more"
+            more = f"{_more(spent.gpu_hours, self.gpu_hours):g}"
+            return f"{used}; `sweep launch` with --set budget.gpu_hours={more} allows more"
         if self.wall_s is not None and spent.wall_s >= self.wall_s:
             used = f"budget.wall of {words(self.wall_s)} is over, all launches together"
-            return f"{used}; `sweep launch` with --set budget.wall={2 * self.wall_s:.0f}s allows more"
+            more = f"{math.ceil(_more(spent.wall_s, self.wall_s))}s"
+            return f"{used}; `sweep launch` with --set budget.wall={more} allows more"
         return None
 
     def too_many(self, begun: int) -> str | None:
@@ -83,7 +86,14 @@ class Budget:
         if self.max_trials is None or begun < self.max_trials:
             return None
         used = f"{begun} of at most {self.max_trials} trials are begun"
-        return f"{used}; `sweep launch` with --set budget.max_trials={2 * self.max_trials} allows more"
+        return f"{used}; `sweep launch` with --set budget.max_trials={2 * max(begun, self.max_trials)} allows more"
+
+
+def _more(spent: float, limit: float) -> float:
+    """Twice what there is of the limit or of what is spent, which may be far above it; rounded up to two digits."""
+    wanted = 2 * max(spent, limit)
+    digit = 10.0 ** (math.floor(math.log10(wanted)) - 1)
+    return float(f"{math.ceil(wanted / digit) * digit:.6g}")
 
 
 class Allowance:
@@ -115,6 +125,10 @@ class Allowance:
             self._looked = self._clock()
             spent = self.spent()
         return self.budget.reached(spent, launch_s)
+
+    def reached(self) -> str | None:
+        """The limit that is reached, with what is spent by now; None if the launch might go on."""
+        return self.budget.reached(self.spent(), self._clock() - self._began)
 
     def spent(self) -> Spent:
         return add_up([*self._spans(), *self._own()], self._now())

@@ -453,6 +453,8 @@ class Launch:
             self.say(line)
         stops = {"signal": Exit.INTERRUPTED, "lease": Exit.ENVIRONMENT, "disk": Exit.ENVIRONMENT}
         stops["budget"] = Exit.OK if is_whole else Exit.STOPPED
+        if self._stopped_by == "budget":
+            self._why = self.allowance.reached() or self._why  # stopping took time too, which the advice has to cover
         code = stops.get(self._stopped_by or "", Exit.OK if is_whole else Exit.FAILED)
         return Summary(
             self.plan.sweep,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sqlite3
 import threading
 import time
@@ -232,8 +233,24 @@ def test_wall_is_of_all_launches(store: Store, fake: Fake, monkeypatch: pytest.M
     first = launch(store, plans.plan(steps=200, budget={"wall": 1.0}))
     assert (first.exit_code, first.ran) == (Exit.STOPPED, 0)
     assert "budget.wall of 1 s is over, all launches together" in (first.stopped or "")
+    told = re.search(r"--set budget\.wall=(\w+) allows more", first.stopped or "")
+    assert told is not None
+    assert durations.seconds(told[1]) >= 2 * max(1.0, spent(store).wall_s)
     again = launch(store, plans.plan(steps=200, budget={"wall": spent(store).wall_s}))
     assert (again.exit_code, len(fake.trained)) == (Exit.STOPPED, 1)
+
+
+@pytest.mark.parametrize("used", [1.0, 13.0, 123.4, 99_999.0])
+def test_what_a_stopped_launch_advises_is_more_than_is_spent(used: float) -> None:
+    def advised(said: str | None) -> float:
+        found = re.search(r"=([0-9.e+]+)s? allows more", said or "")
+        assert found is not None
+        return float(found[1])
+
+    spent_by_all = budget.Spent(gpu_hours=used / 7, wall_s=used, trials=int(used))
+    assert advised(budget.Budget(wall_s=0.5).reached(spent_by_all, 0.0)) > used
+    assert advised(budget.Budget(gpu_hours=0.01).reached(spent_by_all, 0.0)) > used / 7
+    assert advised(budget.Budget(max_trials=1).too_many(int(used))) > used
 
 
 def test_gpu_hours_on_a_cpu_count_nothing_and_say_so(store: Store, fake: Fake) -> None:
