@@ -19,6 +19,8 @@ from sweeps.reader import Mark, Node, Problems, SpecError, mapping, near, read_f
 
 MAX_CHAIN = 4
 FORMS = {"ref", "match", "required", "logspace", "linspace", "log_uniform", "uniform", "int_uniform", "values"}
+SPACES = FORMS - {"ref", "match", "required"}
+"""What a searched or generated value is made of: one of these keys and a list."""
 NAMED_LEVEL = {"mechanism": 1, "task": 1, "model": 2}
 """How deep below the top a mapping may be a named block: task itself, but mlp inside model."""
 
@@ -33,6 +35,12 @@ def zip_paths(key: str) -> tuple[str, ...] | None:
 def is_form(node: Node) -> bool:
     """Whether a mapping stands for a value: `{ref: ...}`, `{match: ...}`, a generated list, a distribution."""
     return node.is_map and bool(FORMS & node.value.keys())
+
+
+def _of_space(key: str) -> tuple[str, str]:
+    """`train.lr.values` as the path and the kind of its distribution; the kind is empty for any other key."""
+    path, _, kind = key.rpartition(".")
+    return (path, kind) if path and kind in SPACES else (key, "")
 
 
 @dataclass(slots=True)
@@ -160,7 +168,10 @@ class _Merge:
             append = False
         old = target.get(first)
         here = (*at, first)
-        if at == ("profiles",):
+        space = _of_space(first) if at == ("search",) else (first, "")
+        if space[1]:
+            self._space(target, space, child, append, mark)
+        elif at == ("profiles",):
             self._profile_body(target, first, child, mark)
         elif child.value is None:
             self._remove(target, here, mark)
@@ -169,13 +180,24 @@ class _Merge:
         elif old is not None and old.is_list and child.is_map and not is_form(child) and at == ("axes",):
             for arm, body in child.value.items():
                 self._item(old, here, arm, body, child.keys.get(arm, body.mark))
-        elif child.is_map and not is_form(child) and at == ("axes",):
+        elif child.is_map and not is_form(child) and (at == ("axes",) or (at == ("search",) and _is_block(first))):
             for inner, body in child.value.items():
                 self._put(target, at, f"{key}.{inner}", body, child.keys.get(inner, body.mark))
         elif child.is_map and not is_form(child) and self._is_merged(here):
             self._merge(target, here, child, mark)
         else:
             self._replace(target, here, child, mark)
+
+    def _space(self, target: Node, space: tuple[str, str], child: Node, append: bool, mark: Mark) -> None:
+        """`search.train.lr.values=[...]`: the whole distribution of that path, or more of its values."""
+        path, kind = space
+        old = target.get(path)
+        if append and old is not None and old.is_map and kind in old.value:
+            self._append(old, kind, child, mark)
+        elif child.value is None:
+            self._remove(target, ("search", path), mark)
+        else:
+            self._replace(target, ("search", path), mapping({kind: child}, child.mark), mark)
 
     def _split(self, target: Node, at: tuple[str, ...], key: str) -> tuple[str, str]:
         """The key that is meant here, as the target spells it, and the rest of a dotted key."""
@@ -280,6 +302,8 @@ class _Merge:
             item = axis.value[at] = mapping({"name": item}, item.mark)
         body = child.value if child.is_map and not rest else {rest or "name": child}
         for inner, value in body.items():
+            inner, kind = _of_space(inner)
+            value = mapping({kind: value}, value.mark) if kind and value.value is not None else value
             paths = zip_paths(inner)
             same = [k for k in item.value if paths and set(zip_paths(k) or ()) == set(paths)]
             inner = same[0] if same else inner
@@ -299,6 +323,11 @@ def _respelled(target: Node, paths: tuple[str, ...]) -> str:
         target.value = {new if key == old else key: child for key, child in target.value.items()}
         target.keys = {new if key == old else key: mark for key, mark in target.keys.items()}
     return new
+
+
+def _is_block(key: str) -> bool:
+    """Whether a key of `search` begins a path rather than being a setting of the search."""
+    return key.partition(".")[0] in ("mechanism", "model", "train", "task")
 
 
 def _is_grid_key(key: str) -> bool:

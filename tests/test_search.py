@@ -211,6 +211,25 @@ def test_what_cannot_be_searched_is_told(tmp_path: Path, lines: str, said: str) 
         make(text, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("sets", "space"),
+    [
+        (["search.train.lr.values=[1e-3, 1e-2]"], {"train.lr": ("values", (1e-3, 1e-2))}),
+        (["search.train.lr.uniform=[1, 2]"], {"train.lr": ("uniform", (1.0, 2.0))}),
+        (["search={train: {lr: {values: [1e-3]}}}"], {"train.lr": ("values", (1e-3,))}),
+        (["search.train.lr.values=[1e-3]", "search.train.lr.values+=[1e-2]"], {"train.lr": ("values", (1e-3, 1e-2))}),
+        (
+            ["search.train.lr=null", "search.model.n_layers.int_uniform=[1, 2]"],
+            {"model.n_layers": ("int_uniform", (1, 2))},
+        ),
+        (["axes.mechanism.softmax.train.lr.values=[1, 2]"], {"train.lr": ("values", (1.0, 2.0))}),
+    ],
+)
+def test_a_patch_names_a_distribution_with_dots(tmp_path: Path, sets: list[str], space: dict[str, Any]) -> None:
+    (search,) = make(BASE + "axes: {mechanism: [softmax]}\nseeds: 2\n" + TPE, tmp_path, sets=sets).searches
+    assert {path: (one.kind, one.values) for path, one in search.space.items()} == space
+
+
 def test_a_cell_stands_there_with_values_that_keep_the_rules(tmp_path: Path) -> None:
     """d_model 32 has no three heads: the first value is no reason to refuse the search."""
     plan = make(ONE + "search: {model.n_heads: {values: [3, 5, 4]}, sampler: grid}", tmp_path)
