@@ -154,7 +154,9 @@ class AxisReader:
         path = paths[0]
         if sections.is_distribution(node):
             found = sections.distribution(node, self.names.problems)
-            if found is not None:
+            if found is None:
+                self.names.is_sound = False
+            else:
                 yield Option({}, None, {path: found})
             return
         if sections.is_generator(node):

@@ -35,6 +35,8 @@ class Raw:
     marks: dict[str, Mark]
     keys: dict[str, Mark]
     late: frozenset[str]
+    misfits: set[str] = field(default_factory=set)
+    """Paths whose values do not fit, which is told: the parameter is given all the same."""
     forms: dict[str, Form] = field(default_factory=dict)
     settled: dict[tuple[Any, ...], Resolved] = field(default_factory=dict)
     changed: dict[tuple[int, ...], Raw | None] = field(default_factory=dict)

@@ -12,14 +12,16 @@ from math import prod
 from typing import Any
 
 from runners.schema import BLOCKS, EvalSlice, Search, digest, trial_ids
-from sweeps import conditions
+from sweeps import conditions, formula
 from sweeps.blocks import Raw, Resolved, param_at
 from sweeps.catalog import Catalog
 from sweeps.conditions import MISSING, Condition, Universe
 from sweeps.reader import Node, Problems
 from sweeps.resolve import Resolver
+from sweeps.rules import verdict
 from sweeps.sections import Distribution
 from sweeps.spec import Axis, Option, Spec, Written, head
+from sweeps.types import show
 
 MAX_TRIALS = 200_000
 MOST_STAND_INS = 256
@@ -63,10 +65,13 @@ class Expander:
 
     def __init__(self, spec: Spec, catalog: Catalog, problems: Problems, is_patched: bool) -> None:
         self.spec, self.problems, self.is_patched = spec, problems, is_patched
+        self.catalog = catalog
         self.resolver = Resolver(catalog, problems, spec.tree.mark)
         self.raws: dict[tuple[str, tuple[int, ...]], Raw | None] = {}
         self.touching = {kind: [n for n, axis in enumerate(spec.axes) if _touches(axis, kind)] for kind in BLOCKS}
         self.trains: set[bool] = set()
+        self.unfit: set[str] = set()
+        """Searched paths of which some value does not fit, which is told: their cells are looked at no further."""
 
     def expand(self) -> Expansion:
         """All cells. Problems go where `problems` are; check them before the result is used."""
@@ -82,6 +87,8 @@ class Expander:
         combos = list(self._combos(axes))
         cells = self._exclude(self._when(combos))
         for cell in cells:
+            if not self.unfit.isdisjoint(cell.searched):
+                continue
             if cell.searched:
                 self._stand_in(cell)
             self.resolver.rules.check(cell.blocks)
@@ -139,22 +146,52 @@ class Expander:
             if late[path].node.value != written[path].node.value:
                 written = {p: w for p, w in written.items() if p != path and not p.startswith(f"{path}.")}
         written.update(late)
-        for path, distribution in searched.items():
-            if head(path) == kind:
-                written[path] = Written(Node(distribution.values[0], distribution.node.mark), distribution.node.mark)
+        own = {path: distribution for path, distribution in searched.items() if head(path) == kind}
+        own = {path: distribution for path, distribution in own.items() if self._is_scale(path, distribution, written)}
+        for path, distribution in own.items():
+            written[path] = Written(distribution.items[0], distribution.node.mark)
         self.raws[kind, chosen] = raw = self.resolver.raw(kind, written, frozenset(late))
-        self._check_searched(raw, searched)
+        for path, distribution in own.items():
+            before = len(self.problems)
+            self._check_searched(path, distribution, written, raw, frozenset(late))
+            if len(self.problems) > before:
+                self.unfit.add(path)
         return raw
 
-    def _check_searched(self, raw: Raw | None, searched: dict[str, Distribution]) -> None:
-        for path, distribution in searched.items():
-            if raw is None or head(path) != raw.kind:
+    def _is_scale(self, path: str, distribution: Distribution, written: dict[str, Written]) -> bool:
+        """Whether a distribution that has ends is one of a number; told if not."""
+        kind = head(path)
+        name = written[kind].node.value if kind in written else ""
+        if distribution.kind == "values" or (kind in ("mechanism", "task") and name not in self.catalog.names(kind)):
+            return True
+        values = {other: one.node.value for other, one in written.items()}
+        param = param_at(Raw(kind, self.catalog.block(kind, name), values, {}, {}, frozenset()), path)
+        if param is None or param.type.is_number:
+            return True
+        self.problems.add(distribution.node.mark, f"{path} is no number: search it with {{values: [...]}}")
+        self.unfit.add(path)
+        return False
+
+    def _check_searched(
+        self,
+        path: str,
+        distribution: Distribution,
+        written: dict[str, Written],
+        first: Raw | None,
+        late: frozenset[str],
+    ) -> None:
+        """Type every value of a distribution, not just the one that stands there, and hold it against its own rules."""
+        for number, item in enumerate(distribution.items):
+            at = Written(item, distribution.node.mark)
+            raw = first if number == 0 else self.resolver.raw(head(path), {**written, path: at}, late)
+            if raw is None:
+                self.problems.again()
                 continue
-            param = param_at(raw, path)
-            for value in distribution.values if param is not None else ():
-                self.resolver.typed(path, Node(value, distribution.node.mark), param)  # type: ignore[arg-type]
-            if param is not None and distribution.kind != "values" and not param.type.is_number:
-                self.problems.add(distribution.node.mark, f"{path} is no number: search it with {{values: [...]}}")
+            name = path.partition(".")[2]
+            for rule in raw.block.own_limits:
+                if formula.names(rule) == {name} and verdict(rule, {name: raw.values[path]}) is False:
+                    text = f"{raw.block.title} wants {rule}: here {name} is {show(raw.values[path])}"
+                    self.problems.add(item.mark, text)
 
     def _stand_in(self, cell: Cell) -> None:
         """Have a searched cell stand there with values that keep the rules: the first ones do not always."""

@@ -174,7 +174,9 @@ class Reader(Lookup):
             mark = node.keys.get(path, node.value[path].mark)
             if self.is_path(path, mark):
                 distribution = sections.distribution(node.value[path], self.problems)
-                if distribution is not None:
+                if distribution is None:
+                    self.is_sound = False
+                else:
                     found[path] = distribution
         sampler = settings.get("sampler", "tpe")
         if sampler == "grid":

@@ -97,6 +97,8 @@ class Resolver:
             self.problems.add(written.key, f"{title} has no parameter {wrong!r}{near(wrong, known)}")
             return
         value = self.typed(path, written.node, param)
+        if (id(written.node), id(param)) in self._misfits:
+            raw.misfits.add(path)
         if isinstance(value, Form):
             raw.forms[path] = value
         raw.values[path] = value
@@ -178,7 +180,7 @@ class Resolver:
                     last, f"{raw.kind}: one of {' | '.join(group)} is given, the others follow; here: {words}"
                 )
             has_own = any(raw.block.params[name].default is not None or name in raw.block.derived for name in group)
-            if not given and not has_own:
+            if not given and not has_own and not any(f"{raw.kind}.{name}" in raw.misfits for name in group):
                 where = min(raw.keys.values(), default=self.origin, key=lambda m: (m.line, m.column))
                 self.problems.add(where, f"{raw.kind} needs one of {' | '.join(group)}")
 

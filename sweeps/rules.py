@@ -36,7 +36,7 @@ class Rules:
         if memo not in self._limits:
             broken = [(blocks[kind], *found) for kind in kinds for found in self.broken(blocks, blocks[kind])]
             # What has no value follows from what is broken: d_model % n_heads with n_heads of 0.
-            false = [found for found in broken if _verdict(found[1], found[2]) is False]
+            false = [found for found in broken if verdict(found[1], found[2]) is False]
             for owner, rule, env, in_segment in false or broken:
                 self._tell(owner, rule, env, blocks, in_segment)
             self._limits[memo] = not broken
@@ -49,7 +49,7 @@ class Rules:
         for part in [{}, *(owner.env.get("segments") or [])]:
             env = {**outer, **owner.env, **part}
             if not formula.all_hold(owner.block.limits, env):
-                yield from ((rule, env, bool(part)) for rule in owner.block.limits if not _verdict(rule, env))
+                yield from ((rule, env, bool(part)) for rule in owner.block.limits if not verdict(rule, env))
 
     def _tell(
         self, owner: Resolved, rule: str, env: Mapping[str, Any], blocks: Mapping[str, Resolved], in_segment: bool
@@ -86,7 +86,7 @@ class Rules:
         return n_mixers * (4 * state + width * cache) + placed.count("base_conv") * 2 * env.get("d_model", 0) * width
 
 
-def _verdict(rule: str, env: Mapping[str, Any]) -> bool | None:
+def verdict(rule: str, env: Mapping[str, Any]) -> bool | None:
     """Whether a rule holds; None where its arithmetic has no value."""
     try:
         return bool(formula.evaluate(rule, env))

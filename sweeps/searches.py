@@ -6,7 +6,7 @@ alone: the same reading, typing and rules as for every other trial.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -21,7 +21,7 @@ from sweeps.reader import Mark, Node, Problems, near
 from sweeps.sections import Distribution
 from sweeps.slices import Evaluation, chance
 from sweeps.spec import Spec, head
-from sweeps.types import show
+from sweeps.types import Misfit, show
 
 PARALLEL = 4
 REDUCTION = 3
@@ -37,8 +37,9 @@ class Searches:
         self.tree, self.spec, self.problems = reader.tree, spec, reader.problems
         self.node = self.tree.get("search")
         self.settings, self.prune = spec.search_settings, _prune(spec.prune)
+        self.is_patched = reader.assembled.is_patched
 
-    def add(self, cells: Iterable[Cell]) -> tuple[Search, ...]:
+    def add(self, cells: Sequence[Cell]) -> tuple[Search, ...]:
         """Set `cell.search` where something is searched: every different search, in the order of the cells."""
         found: dict[str, Search] = {}
         for cell in cells:
@@ -47,7 +48,29 @@ class Searches:
             search = self._search(cell)
             if search is not None:
                 cell.search = found.setdefault(search.key, search)
+        self._check_use([cell for cell in cells if cell.search is not None], bool(cells))
         return tuple(found.values())
+
+    def _check_use(self, searched: list[Cell], has_cells: bool) -> None:
+        """Tell of a search that has nothing to search, and of pruning that no training is long enough for."""
+        if self.problems or not has_cells:
+            return
+        if self.node is not None and not searched and not self.spec.search:
+            what = "search names nothing to search: give a path, as train.lr: {log_uniform: [1e-4, 1e-2]}"
+            self._useless(self.node.mark, what)
+        lengths = [_most_steps(cell) for cell in searched]
+        known = [length for length in lengths if length is not None]
+        if self.prune and known and len(known) == len(lengths) and self.prune["grace_steps"] >= max(known):
+            mark = self.tree.value["prune"].value["asha"].value["grace_steps"].mark
+            steps = f"{self.prune['grace_steps']} updates come before anything is pruned"
+            self._useless(mark, f"asha.grace_steps: {steps}, and the longest training ends at {max(known)}")
+
+    def _useless(self, mark: Mark, text: str) -> None:
+        """What the file asks for and a patch of it makes useless is no mistake of the file's."""
+        if self.is_patched and mark.layer == "file":
+            self.problems.note(f"{mark}: {text}")
+        else:
+            self.problems.add(mark, text)
 
     def _is_told(self, cell: Cell) -> bool:
         """Whether the spec says how many suggestions there are; an item alone cannot."""
@@ -104,8 +127,10 @@ class Searches:
             return None
         param = param_at(cell.blocks[head(path)].raw, path)
         values = found.values
-        if param is not None:
-            values = tuple(param.type.convert(Node(value, mark)) for value in values)
+        try:
+            values = values if param is None else tuple([param.type.convert(item) for item in found.items])
+        except Misfit:
+            return None
         if found.kind == "values":
             keys = [canonical_json(value) for value in values]
             double = next((v for v, key in zip(values, keys, strict=True) if keys.count(key) > 1), None)
@@ -127,7 +152,8 @@ class Searches:
         trials = int(self.settings.get("trials", 1))
         if size < trials:
             words = " x ".join(spaces)
-            self.problems.note(f"{words} has only {int(size)} values: {int(size)} suggestions instead of {trials}")
+            few = f"{int(size)} value{'s' if size > 1 else ''}: {int(size)} suggestion{'s' if size > 1 else ''}"
+            self.problems.note(f"{words} has only {few} instead of {trials}")
             return int(size)
         return trials
 
@@ -167,6 +193,14 @@ class Searches:
 def _prune(given: Mapping[str, Any]) -> dict[str, int]:
     asha = given.get("asha")
     return {"grace_steps": asha["grace_steps"], "reduction": asha.get("reduction", REDUCTION)} if asha else {}
+
+
+def _most_steps(cell: Cell) -> int | None:
+    """Updates of a cell's longest training; None where they follow from another unit."""
+    if "train.steps" in cell.searched:
+        return max((v for v in cell.searched["train.steps"].values if isinstance(v, int)), default=None)
+    steps = cell.blocks["train"].flat.get("train.steps") if "train" in cell.blocks else None
+    return steps if isinstance(steps, int) else None
 
 
 def search_seeds(count: int) -> list[int]:

@@ -59,8 +59,13 @@ class Distribution:
     """What a searched value is drawn from: `{log_uniform: [low, high]}`, `{values: [...]}`, ..."""
 
     kind: str
-    values: tuple[Any, ...]
+    items: tuple[Node, ...]
     node: Node
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The choices, or the ends, as they are written."""
+        return tuple([item.value for item in self.items])
 
 
 def read(name: str, node: Node | None, problems: Problems, skip: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -138,7 +143,7 @@ def distribution(node: Node, problems: Problems) -> Distribution | None:
     """Read a distribution, or a generated list as its values."""
     if is_generator(node):
         items = generated(node, problems)
-        return Distribution("values", tuple(item.value for item in items), node) if items else None
+        return Distribution("values", tuple(items), node) if items else None
     if not is_distribution(node) or len(node.value) != 1:
         kinds = ", ".join(sorted(DISTRIBUTIONS | GENERATORS))
         problems.add(
@@ -146,15 +151,22 @@ def distribution(node: Node, problems: Problems) -> Distribution | None:
         )
         return None
     kind, child = next(iter(node.value.items()))
-    if not child.is_list or any(item.is_list or item.is_map for item in child.value):
-        problems.add(child.mark, f"{kind} takes a list")
+    if not child.is_list:
+        problems.add(child.mark, f"{kind} takes a list, not {show(child.plain())}")
         return None
-    values = tuple(item.value for item in child.value)
+    found = Distribution(kind, tuple(child.value), node)
+    inner = next((item for item in found.items if item.is_list or item.is_map), None)
+    if inner is not None:
+        what = "a list" if inner.is_list else "a mapping"
+        problems.add(inner.mark, f"{kind} takes single values; {what} cannot be searched: make it an axis")
+        return None
+    values = found.values
     if kind == "values":
         if not values:
-            problems.add(child.mark, "values is empty")
-        return Distribution(kind, values, node)
-    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+            problems.add(child.mark, "values is empty: give at least one value to try")
+            return None
+        return found
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)]
     if len(values) != 2 or len(numbers) != 2 or not values[0] < values[1]:
         problems.add(child.mark, f"{kind} takes [low, high] with low < high, not {show(child.plain())}")
         return None
@@ -164,7 +176,7 @@ def distribution(node: Node, problems: Problems) -> Distribution | None:
     if kind == "int_uniform" and not all(isinstance(v, int) for v in values):
         problems.add(child.mark, f"int_uniform takes whole numbers, not {show(child.plain())}")
         return None
-    return Distribution(kind, values, node)
+    return found
 
 
 def generated(node: Node, problems: Problems) -> list[Node]:
