@@ -302,7 +302,7 @@ def test_search_is_no_part_of_a_cell(tmp_path: Path) -> None:
     text = """
 axes: {mechanism: [{name: softmax, train.lr: 1e-4}, {name: linear, train.lr: {values: [1, 2]}}, hola]}
 search: {train.lr: {log_uniform: [1e-4, 1e-2]}, trials: 4, select: valid/accuracy, seeds: 1}
-prune: {asha: {grace_steps: 500}}
+prune: {asha: {grace_steps: 5}}
 budget: {gpu_hours: 2}
 resources: {gpu: auto}
 """
