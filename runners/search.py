@@ -58,6 +58,8 @@ class Suggestion:
     known: int
     values: dict[str, Any]
     setting: Setting
+    made_by: str = ""
+    """`grid`, `random`, or the release of Optuna whose TPE it was."""
 
     def trial(self, seed: int) -> Trial:
         """Its training on one seed."""
@@ -258,7 +260,8 @@ class Searches:
             if row is None:
                 return None
             setting = Setting(row["settings"], row["texts"], row["state_bytes"], row["problem"])
-            self._suggestions[key, number] = Suggestion(number, row["known"], row["values"], setting)
+            found = Suggestion(number, row["known"], row["values"], setting, row.get("made_by", ""))
+            self._suggestions[key, number] = found
         return self._suggestions[key, number]
 
     def _member(self, search: Search, one: Suggestion, trial: Trial, allowed: Rungs | None) -> Member:

@@ -18,11 +18,30 @@ from runners.schema import Search, Space, Status, canonical_json, digest
 from runners.search import Score
 
 STARTUP = 8
-"""Suggestions before TPE has enough to go by; until then values are drawn at random."""
+"""Suggestions before TPE has enough to go by; until then values are drawn at random.
+
+Optuna's own default is 10. It is one number for every search, whatever its `trials`: raising those goes on with the
+same suggestions.
+"""
 TRIES = 8
 """How often a suggestion equal to an earlier one is drawn again. After that it is kept, and shares the result."""
 MOST_POINTS = 100_000
 """A finite space up to this size is looked through for a value that was not tried yet."""
+
+
+def tpe_begins(search: Search) -> int:
+    """Number of the first suggestion that TPE makes: rounds begin at multiples of `parallel`, and know all before."""
+    return -(-STARTUP // search.parallel) * search.parallel
+
+
+def makers(search: Search) -> str:
+    """Who makes a search's suggestions: `grid`, `random (TPE begins after 8)`, `(8 random, 4 TPE)`; behind a count."""
+    at_random = tpe_begins(search)
+    if search.sampler != "tpe":
+        return search.sampler
+    if search.trials <= at_random:
+        return f"random (TPE begins after {at_random})"
+    return f"({at_random} random, {search.trials - at_random} TPE)"
 
 
 class Round:
@@ -55,7 +74,7 @@ class Round:
         if self.search.sampler == "random" or len(self.known) < STARTUP:
             self.made_by = "random"
             source = random.Random(seed)
-            return {path: _at(space, source.random()) for path, space in self.search.space.items()}
+            return {path: value_at(space, source.random()) for path, space in self.search.space.items()}
         if self._tpe is None:
             self._tpe = _Tpe(self.search, self.known)
         self.made_by = self._tpe.name
@@ -80,7 +99,7 @@ def _point(space: Mapping[str, Space], number: int) -> dict[str, Any]:
     return {path: found[path] for path in space}
 
 
-def _at(space: Space, share: float) -> Any:
+def value_at(space: Space, share: float) -> Any:
     """The value below which `share` (0 to 1) of the distribution lies."""
     if space.kind == "values":
         return space.values[int(share * len(space.values))]

@@ -1,7 +1,8 @@
 """The cost of a plan: each cell's and in all, measured where the store knows, estimated where it does not.
 
 A number is `measured` when trials of the same shape ran on this kind of device (scaled by updates), and an estimate
-otherwise: worked out from the settings, and corrected by how far off that is for trials that were measured.
+otherwise: worked out from the settings, and corrected by how far off that is for trials that were measured. Where a
+search decides what a trial costs, its time is the mean over what may be suggested, and everything else the most.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from runners.store import Store
 from sweeps import measured
 from sweeps.catalog import Catalog
 from sweeps.costs import CPU, GPU, Analyst, Work
+from sweeps.could_be import Case, Cases
 from sweeps.measured import Experience, Taken
 
 ENOUGH = 200
@@ -49,6 +51,13 @@ class CellCost:
     memory_bytes: int | None
     gpu: float
     basis: str
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Least and most of what depends on searched values: any of n_params, steps, rows, state_bytes, seconds, ..."""
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds of its longest trial."""
+        return self.ranges["seconds"][1] if "seconds" in self.ranges else self.seconds or 0.0
 
     @property
     def is_measured(self) -> bool:
@@ -117,7 +126,10 @@ def make(
     given, notes = _share(plan, cards, jobs)
     analyst = Analyst(catalog or Catalog(), GPU if cards else CPU)
     corrections = _corrections(known, analyst)
-    cells = tuple(_cell(cell, group, known, analyst, corrections, given) for cell, group in groups.items())
+    cases = Cases(plan, analyst.catalog)
+    cells = tuple(
+        _cell(cell, group, cases.of(group.first), known, analyst, corrections, given) for cell, group in groups.items()
+    )
     needs: Counter[str] = Counter({word.value: 0 for word in Need})
     for group in groups.values():
         needs.update(group.needs)
@@ -187,32 +199,52 @@ def _corrections(known: Experience, analyst: Analyst) -> dict[str, tuple[float, 
 def _cell(
     cell: str,
     group: _Group,
+    cases: list[Case],
     known: Experience,
     analyst: Analyst,
     corrections: Mapping[str, tuple[float, float, int]],
     given: Share,
 ) -> CellCost:
-    first = group.first
-    work = analyst.work(first.trial, tuple([part.task for part in first.slices]))
-    alike = known.by_shape.get(shape(first.trial), []) if known.taken else []
-    seconds, memory, basis = _told(work, first.trial.mechanism["name"], alike, corrections)
-    shares = [one.gpu for one in alike if one.gpu] if given.packed else []
-    gpu = fmean(shares) if shares else given.gpu
-    to_run = sum(n for word, n in group.needs.items() if word in (Need.TRAIN, Need.RETRAIN))
+    slices = tuple([part.task for part in group.first.slices])
+    rows: list[dict[str, Any]] = []
+    alike: dict[Path, Taken] = {}
+    basis = ""
+    for case in cases:
+        work = analyst.work(case.trial, slices)
+        like = known.by_shape.get(shape(case.trial), []) if known.taken else []
+        seconds, memory, basis = _told(work, case.trial.mechanism["name"], like, corrections)
+        alike.update((one.folder, one) for one in like)
+        batch = (case.trial.train or {}).get("batch_size")
+        told = {"seconds": seconds, "memory_bytes": memory, "state_bytes": case.state_bytes, "rows": batch}
+        rows.append(told | {name: getattr(work, name) for name in ("n_params", "steps", "tokens", "flops")})
+    shares = [one.gpu for one in alike.values() if one.gpu] if given.packed else []
+    ranges = _ranges(rows)
+    if basis.startswith("measured") and {"seconds", "memory_bytes"} & ranges.keys():
+        basis = f"from {len(alike)} trial{'s' if len(alike) > 1 else ''}"  # of these shapes, and of no such mean
+    most = {name: None if any(row[name] is None for row in rows) else max(r[name] for r in rows) for name in rows[0]}
+    drawn = [row["seconds"] for row, case in zip(rows, cases, strict=True) if case.is_draw]
     return CellCost(
         cell,
         group.needs.total(),
-        to_run,
-        work.n_params,
-        work.steps,
-        work.tokens,
-        first.state_bytes,
-        work.flops,
-        seconds,
-        memory,
-        gpu,
+        sum(n for word, n in group.needs.items() if word in (Need.TRAIN, Need.RETRAIN)),
+        most["n_params"],
+        most["steps"],
+        most["tokens"],
+        max(case.state_bytes for case in cases),
+        most["flops"],
+        None if most["seconds"] is None else fmean(drawn),
+        most["memory_bytes"],
+        fmean(shares) if shares else given.gpu,
         basis,
+        ranges,
     )
+
+
+def _ranges(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Least and most of each column that is not the same in all rows."""
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    known = {name: [v for v in column if v is not None] for name, column in columns.items()}
+    return {name: (min(some), max(some)) for name, some in known.items() if some and min(some) < max(some)}
 
 
 def _told(
@@ -254,7 +286,7 @@ def _total(
     wall_s = None
     if to_run is not None:
         work_s = sum((cell.seconds or 0.0) * cell.to_run for cell in cells)
-        longest = max((cell.seconds or 0.0 for cell in cells if cell.to_run), default=0.0)
+        longest = max((cell.longest_s for cell in cells if cell.to_run), default=0.0)
         wall_s = max(longest, work_s / max(at_once, 1.0))
     peaks = [cell.memory_bytes for cell in cells]
     peak = None if any(p is None for p in peaks) else max((p for p in peaks if p is not None), default=None)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from runners.schema import Member, Plan, Search, UserError
+from runners.suggest import makers
 from sweeps import show_bill
 from sweeps.bill import Bill, CellCost
 from sweeps.blocks import longest_row
@@ -106,21 +107,32 @@ def _cells(members: list[Member], found: Plan, costs: Mapping[str, CellCost], li
             break
         first, cost = group[0], costs[cell]
         seeds = _ranges([member.trial.seed for member in group])
-        sizes = ("?" if cost.n_params is None else f"{cost.n_params:,}", f"{first.state_bytes:,}")
-        search = (_suggestions(searches.get(first.searched.key) if first.searched else None),) if searches else ()
+        own = searches.get(first.searched.key) if first.searched else None
+        sizes = (_span(cost, "n_params", cost.n_params), _span(cost, "state_bytes", first.state_bytes))
+        search = (_suggestions(own),) if searches else ()
         bill = (show_bill.time_of(cost), show_bill.memory_of(cost), cost.basis)
         trial = "the winner's" if first.is_open else first.trial.id
-        row = (cell, _heads(first), _steps(first), *sizes, str(len(first.slices)), *search, seeds, *bill, trial)
+        row = (
+            cell,
+            _heads(first, own),
+            _steps(first, cost),
+            *sizes,
+            str(len(first.slices)),
+            *search,
+            seeds,
+            *bill,
+            trial,
+        )
         table.add(*row)
     return table
 
 
 def _suggestions(search: Search | None) -> str:
-    """`4 tpe` suggestions, `4 tpe x 2 seeds`, or `6 grid, same seeds`."""
+    """`4 random (TPE begins after 8)`, `12 (8 random, 4 TPE) x 2 seeds`, or `6 grid, same seeds`."""
     if search is None:
         return "none"
     more = ", same seeds" if search.is_same else f" x {len(search.seeds)} seeds" if len(search.seeds) > 1 else ""
-    return f"{search.trials} {search.sampler}{more}"
+    return f"{search.trials} {makers(search)}{more}"
 
 
 def _ranges(seeds: list[int]) -> str:
@@ -129,9 +141,18 @@ def _ranges(seeds: list[int]) -> str:
     return ",".join(map(str, seeds))
 
 
-def _heads(member: Member) -> str:
+def _span(cost: CellCost, name: str, value: int | None) -> str:
+    """`1,024`, or `512..4,096` where searched values decide it."""
+    if name in cost.ranges:
+        return "..".join(f"{end:,.0f}" for end in cost.ranges[name])
+    return "?" if value is None else f"{value:,}"
+
+
+def _heads(member: Member, search: Search | None) -> str:
     """`2 x 32`: heads and their width, whichever of them the spec gives."""
     model = member.trial.model
+    if search is not None and {"model.d_model", "model.n_heads", "model.head_dim"} & search.space.keys():
+        return "searched"
     width, heads, head = model.get("d_model"), model.get("n_heads"), model.get("head_dim")
     if not isinstance(width, int):
         return ""
@@ -140,7 +161,7 @@ def _heads(member: Member) -> str:
     return f"{heads} x {head or width // heads}"
 
 
-def _steps(member: Member) -> str:
+def _steps(member: Member, cost: CellCost) -> str:
     """Updates and the batch in rows, where they follow without building the model; else the unit that is given."""
     train, task = member.trial.train, member.trial.task
     if train is None:
@@ -148,7 +169,9 @@ def _steps(member: Member) -> str:
     rows = train.get("batch_size") or max(1, (train.get("batch_tokens") or 0) // (longest_row(task) or 1))
     for unit in ("steps", "epochs", "tokens", "tokens_per_param"):
         if train.get(unit) is not None:
-            return f"{show(train[unit])}{'' if unit == 'steps' else ' ' + unit.replace('_', ' ')} x {rows}"
+            number = _span(cost, "steps", train[unit]).replace(",", "") if unit == "steps" else show(train[unit])
+            count = "..".join(f"{end:.0f}" for end in cost.ranges["rows"]) if "rows" in cost.ranges else rows
+            return f"{number}{'' if unit == 'steps' else ' ' + unit.replace('_', ' ')} x {count}"
     return ""
 
 

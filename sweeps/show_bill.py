@@ -16,7 +16,11 @@ def about(text: str, measured: bool) -> str:
 
 
 def time_of(cell: CellCost) -> str:
-    return "?" if cell.seconds is None else about(words(cell.seconds), cell.is_measured)
+    if cell.seconds is None:
+        return "?"
+    told = about(words(cell.seconds), cell.is_measured)
+    least, most = map(words, cell.ranges.get("seconds", (cell.seconds, cell.seconds)))
+    return told if least == most else f"{told} ({least} to {most})"
 
 
 def memory_of(cell: CellCost) -> str:
@@ -56,9 +60,10 @@ def totals(bill: Bill) -> Iterator[str]:
     if bill.memory_bytes is not None:
         kind = "of the card" if bill.on_gpu else "of a process"
         yield f"memory: {about(size(bill.memory_bytes), measured)} {kind} a trial at most"
-    sources = dict.fromkeys(cell.basis for cell in bill.cells)
-    if len(sources) > 1 or "estimated" in sources:
+    if not measured:
         yield "~ is an estimate: a store that has run trials like these makes it a measurement"
+    if any(cell.ranges for cell in bill.cells):
+        yield "searched values set the cost: times are means over what may be suggested, memory is the most"
     yield from (f"note: {note}" for note in bill.notes)
 
 

@@ -212,6 +212,53 @@ def test_a_search_counts_with_all_its_suggestions(tmp_path: Path) -> None:
     assert [(cell.cell, cell.trials) for cell in found.cells] == [("linear", 11)]
 
 
+SEARCH = MQAR + "mechanism: linear\nseeds: 2\nsearch: {%s, trials: 8}\n"
+
+
+def test_what_is_searched_costs_a_mean_and_is_never_measured(tmp_path: Path) -> None:
+    """Ten updates were measured; the search goes up to a hundred thousand."""
+    ten = plan(MQAR + "mechanism: linear\nseeds: 2\n", tmp_path, catalog=CATALOG)
+    store = Store.create(tmp_path / "runs")
+    for member in ten.members:
+        finish(store, member, 9.0, device=measured.device({})[0])
+    one = bill.make(ten, store=store.root, catalog=CATALOG).cells[0]
+    assert (one.seconds, one.basis, one.ranges) == (10.0, "measured 2 trials", {})
+    rates = plan(SEARCH % "train.lr: {log_uniform: [1e-4, 1e-2]}", tmp_path, catalog=CATALOG)
+    same = bill.make(rates, store=store.root, catalog=CATALOG).cells[0]
+    assert (same.seconds, same.basis, same.ranges) == (10.0, "measured 2 trials", {})
+    steps = plan(SEARCH % "train.steps: {int_uniform: [10, 100000]}", tmp_path, catalog=CATALOG)
+    found = bill.make(steps, store=store.root, catalog=CATALOG)
+    (cell,) = found.cells
+    assert cell.seconds == pytest.approx(50_000, rel=0.01)
+    assert (cell.basis, cell.is_measured) == ("from 2 trials", False)
+    assert cell.ranges["steps"] == (10, 100_000)
+    assert cell.ranges["seconds"] == pytest.approx((10.0, 100_000.0))
+    assert found.wall_s == pytest.approx(max(100_000, 10 * 50_000 / 4), rel=0.01)
+    assert show_bill.time_of(cell) == "~14 h (10 s to 28 h)"
+    assert any("times are means" in line for line in show_bill.totals(found))
+
+
+def test_memory_and_state_are_those_of_the_largest_suggestion(tmp_path: Path) -> None:
+    small, large = (
+        bill.make(plan(MQAR + "mechanism: linear\n", tmp_path, catalog=CATALOG, sets=[rows]), catalog=CATALOG)
+        for rows in ("train.batch_size=4", "train.batch_size=400")
+    )
+    rows = plan(SEARCH % "train.batch_size: {values: [4, 400]}", tmp_path, catalog=CATALOG)
+    cell = bill.make(rows, catalog=CATALOG).cells[0]
+    assert cell.memory_bytes == large.cells[0].memory_bytes
+    assert cell.ranges["memory_bytes"] == (small.cells[0].memory_bytes, large.cells[0].memory_bytes)
+    assert cell.ranges["rows"] == (4, 400)
+    item = "axes: {mechanism: [{name: hola, block: 8, cache: {int_uniform: [0, 8]}}]}\nsearch: {trials: 4}\n"
+    cell = bill.make(plan(MQAR + item, tmp_path, catalog=CATALOG), catalog=CATALOG).cells[0]
+    assert cell.state_bytes == cell.ranges["state_bytes"][1] > cell.ranges["state_bytes"][0]
+
+
+def test_the_budget_is_held_against_what_may_be_suggested(tmp_path: Path) -> None:
+    text = SEARCH % "train.steps: {int_uniform: [10, 100000]}" + "budget: {wall: 60}\n"
+    with pytest.raises(UserError, match=r"to run; budget\.wall is 60 s"):
+        spending.check(plan(text, tmp_path, catalog=CATALOG), tmp_path / "none", None, None, yes=False)
+
+
 # --- what a person sees -----------------------------------------------------------------------------------------
 
 

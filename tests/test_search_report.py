@@ -18,6 +18,7 @@ from dashboards.stats import Verdict
 from runners.schema import Exit, Member, Plan
 from runners.search import Searches
 from runners.store import Store, seal, write_json
+from runners.suggest import makers
 from sweeps import cli
 from sweeps.plan import load
 from sweeps.searches import Suggestions
@@ -84,7 +85,8 @@ def test_the_report_tells_how_each_cell_was_tuned(tmp_path: Path) -> None:
     store = run(plan, tmp_path / "runs")
     built = report.build(plan, store.root, "0001", tmp_path / "out")
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "| deltanet | 2 tpe | suggestion" in text
+    assert r"| deltanet | train.lr of 0.001 \| 0.01 | 2 random (TPE begins after 8) | suggestion" in text
+    assert "| linear | train.lr log_uniform 0.0001 to 0.1 | 5 random (TPE begins after 8) | suggestion" in text
     assert "| train.lr 0.01 | 0.8" in text
     assert "valid/accuracy on 1 seed of its own" in text
     assert any("were not tuned alike: 2 suggestions a cell against 5" in line for line in built.warnings)
@@ -101,10 +103,23 @@ def test_an_unfinished_search_is_no_result(tmp_path: Path) -> None:
     built = report.build(plan, store.root, "0001", tmp_path / "out")
     assert built.counts == {"planned": 16}
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "| linear | 4 of 9 tpe | not known yet |" in text
+    assert "| 4 of 9 random (TPE begins after 8) | not known yet |" in text
     assert "No answer yet" in built.answer
     rows = table.load(plan, store.root).members
     assert list(rows["status"].unique()) == ["planned"]
+
+
+def test_who_made_the_suggestions_is_told_as_it_was(tmp_path: Path) -> None:
+    plan = make(SPEC.replace("trials: 5", "trials: 12, parallel: 3"), tmp_path)
+    store = run(plan, tmp_path / "runs", reports=False)
+    rows = {row["cell"]: row for row in tables.rows(Searches(plan, store).view().states)}
+    assert (rows["linear"]["suggestions"], rows["linear"]["sampler"]) == ("12", "(9 random, 3 TPE)")
+    told = {search.cell: makers(search) for search in plan.searches}
+    assert told == {"linear": "(9 random, 3 TPE)", "deltanet": "random (TPE begins after 9)"}
+
+
+def test_the_shipped_search_comes_to_tpe() -> None:
+    assert {makers(search) for search in load("tuned").searches} == {"(8 random, 4 TPE)"}
 
 
 def test_exports_have_the_winners_values(tmp_path: Path) -> None:
@@ -184,4 +199,4 @@ def test_status_groups_suggestions_by_their_search(
     shown = sweep("plan", str(tmp_path / "spec.yaml"))
     assert "16 trials (2 cells x 8 seeds), 7 trainings of suggestions" in shown
     assert "23 trainings" in shown
-    assert "5 tpe" in shown
+    assert "5 random (TPE begins after 8)" in shown
