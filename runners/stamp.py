@@ -18,6 +18,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from runners import syntax
 from runners.schema import Trial
 
 ROOMS = ("kernels", "mechanisms", "runners")
@@ -155,7 +156,7 @@ def _source(module: str) -> Path | None:
 def _imports(path: Path) -> frozenset[str]:
     """Modules of our rooms that the file at `path` may import, wherever in the file."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(syntax.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:

@@ -21,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from runners import syntax
 from runners.schema import UserError
 from sweeps import formula, types
 from sweeps.reader import near
@@ -140,7 +141,7 @@ class Catalog:
 
 def _read(path: Path, shown: str, kind: str, name: str, class_name: str) -> Block:
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = syntax.parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{shown} is missing: this installation is incomplete") from error
     except (OSError, SyntaxError, ValueError) as error:

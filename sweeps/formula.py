@@ -14,6 +14,7 @@ from functools import cache
 from types import CodeType
 from typing import Any
 
+from runners import syntax
 from runners.schema import UserError
 
 FUNCTIONS = {"min": min, "max": max, "log": math.log, "len": len}
@@ -44,7 +45,7 @@ ALLOWED = (
 def parse(text: str) -> tuple[CodeType, frozenset[str]]:
     """Compiled formula and the names it reads. Raises `ValueError` for anything that is not on the list above."""
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        tree = syntax.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text!r} is not a formula: {error}") from error
     names = set()
@@ -61,7 +62,7 @@ def parse(text: str) -> tuple[CodeType, frozenset[str]]:
         elif isinstance(node, ast.Name):
             names.add(node)
     read = frozenset(node.id for node in names if id(node) not in called)
-    return compile(tree, "<formula>", "eval"), read
+    return syntax.compiled(tree, "<formula>"), read
 
 
 def names(text: str) -> frozenset[str]:

@@ -10,6 +10,7 @@ import ast
 from dataclasses import dataclass
 from typing import Any
 
+from runners import syntax
 from sweeps.reader import Node, near
 
 
@@ -120,7 +121,7 @@ def from_annotation(node: ast.expr) -> Type:
         if isinstance(part, ast.Constant) and part.value is None:
             optional = True
         elif isinstance(part, ast.Constant) and isinstance(part.value, str):
-            return from_annotation(ast.parse(part.value, mode="eval").body)
+            return from_annotation(syntax.parse(part.value, mode="eval").body)
         elif isinstance(part, ast.Name) and part.id in ("int", "float", "bool", "str"):
             scalars.append(part.id)
         elif isinstance(part, ast.Name) and part.id in ("dict", "list"):
@@ -168,4 +169,4 @@ def _item(node: ast.expr) -> tuple[str, list[Any]]:
 
 def parse(text: str) -> Type:
     """The type that `text` writes as an annotation."""
-    return from_annotation(ast.parse(text, mode="eval").body)
+    return from_annotation(syntax.parse(text, mode="eval").body)
