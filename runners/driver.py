@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sqlalchemy.exc import OperationalError
 
-from runners import places
+from runners import places, tracking
 from runners.budget import Budget
 from runners.launching import Launch, Say
 from runners.ledger import Ledger
@@ -55,12 +55,10 @@ def launch(
     Raises `UserError` where nothing can be run, or where store or ledger fail meanwhile. SIGINT, SIGTERM and SIGHUP
     end it at a checkpoint, exit code 130.
     """
-    from runners import record
-
     if stale not in STALE_CHOICES:
         raise UserError(f"--stale {stale!r}: it is {' or '.join(STALE_CHOICES)}")
     opened = Store.create(store)
-    record.resolve_uri(opened, tracking_uri)
+    tracking.resolve_uri(opened, tracking_uri)
     if shutil.disk_usage(opened.root).free < 2**27:
         raise UserError(f"less than 128 MiB are free below {opened.root}", Exit.ENVIRONMENT)
     with places.reach(plan, opened, executor, address, shared, say) as place:
@@ -113,7 +111,7 @@ def sync(
     from runners import record
 
     opened = Store.open(store)
-    uri = record.resolve_uri(opened, tracking_uri)
+    uri = tracking.resolve_uri(opened, tracking_uri)
     names = [sweep] if sweep else opened.sweeps()
     plans = {name: opened.plan(name) for name in names}
     ledger = Ledger.open(opened)
@@ -134,7 +132,7 @@ def sync(
             try:
                 sent[name] = projection.project()
             except Exception as error:
-                raise UserError(f"MLflow: {record.explain(error, uri)}", Exit.ENVIRONMENT) from error
+                raise UserError(f"MLflow: {tracking.explain(error, uri, opened)}", Exit.ENVIRONMENT) from error
             ledger.set_projector(projection.key, name, problem=None)
             problem = record.put_report_back(opened, plan, revision, tracking_uri=tracking_uri, restore=restore)
             if problem:

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from runners import alone, guards, mps, split, watch
+from runners import alone, guards, mps, split, tracking, watch
 from runners.budget import Allowance, Budget, Span
 from runners.cards import Cards
 from runners.durations import words
@@ -106,7 +106,7 @@ class Launch:
         from runners import record
 
         found = self._prepare()
-        uri = record.resolve_uri(self.store, tracking_uri)
+        uri = tracking.resolve_uri(self.store, tracking_uri)
         projection = record.Projection(self.store, self.ledger, self.plan, self.revision, uri)
         projector = record.Projector(projection, self.ledger, self.owner, self.say)
         skipped = sum(item.need == Need.NOTHING for item in found)

@@ -253,5 +253,5 @@ def _check_sweep(store: Store, ledger: Ledger, sweep: str) -> list[Finding]:
     if plan.members and not rows:
         found.append(Finding("problem", f"{name} is not in the ledger", "run `sweep doctor --rebuild`"))
     if problems := ledger.problems(sweep):
-        found.append(Finding("note", f"{name}: MLflow is behind ({problems[0]})", "`sweep sync` catches up"))
+        found.append(Finding("note", f"{name}: MLflow is behind: {problems[0]}"))
     return found or [Finding("ok", f"{name}: {len(plan.members)} trials, files and ledger agree")]

@@ -17,7 +17,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import re
 import threading
 import time
 import uuid
@@ -28,11 +27,11 @@ from typing import Any
 from runners import checkpoints
 from runners.ledger import RENEW_S, Ledger, Row
 from runners.owner import Owner
-from runners.redact import redact
 from runners.run_state import MARK, TAG, Run, State, metric_name, shared_view, user
 from runners.schema import Member, Plan, Status, UserError
 from runners.search import Searches
 from runners.store import Store, read_points
+from runners.tracking import behind, command, explain, key, probe, resolve_uri
 
 BATCH = 1000
 """Most metrics in one call: MLflow's own limit."""
@@ -53,26 +52,6 @@ _RUN_STATUS = {
 }
 
 
-def resolve_uri(store: Store, given: str | None) -> str:
-    """The server to write to. Raises `UserError` for a folder, which MLflow no longer takes."""
-    if given is None:
-        return store.mlflow_uri
-    if given.startswith("sqlite:///"):
-        return f"sqlite:///{Path(given.removeprefix('sqlite:///')).expanduser().resolve()}"
-    scheme = given.split(":", 1)[0] if "://" in given else ""
-    if scheme.split("+")[0] in ("http", "https", "postgresql", "mysql", "mssql", "databricks") or given == "databricks":
-        return given
-    raise UserError(
-        f"--tracking-uri {redact(given)}: MLflow no longer keeps runs in plain folders. Use a server "
-        f"(http://host:port), sqlite:////absolute/mlflow.db, or leave it out for {store.mlflow_uri}"
-    )
-
-
-def _key(store: Store, uri: str) -> str:
-    """How the ledger calls a server: without its password, and the store's own by a name that survives a move."""
-    return "store" if uri == store.mlflow_uri else redact(uri)
-
-
 def make_client(uri: str) -> Any:
     """A client of MLflow at `uri`, quiet, quick to give up; a new SQLite database is set up under a lock.
 
@@ -86,6 +65,7 @@ def make_client(uri: str) -> Any:
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     }.items():
         os.environ.setdefault(name, value)
+    probe(uri)
     from mlflow.tracking import MlflowClient
 
     for name in ("mlflow", "alembic"):
@@ -108,7 +88,7 @@ def _set_up_lock(uri: str) -> Iterator[None]:
         yield
 
 
-class ExperimentDeletedError(Exception):
+class ExperimentDeletedError(UserError):
     """The user deleted the experiment: nothing is written until they ask for it."""
 
 
@@ -119,7 +99,7 @@ class Projection:
         self, store: Store, ledger: Ledger, plan: Plan, revision: int, uri: str, *, restore: bool = False
     ) -> None:
         self._store, self._ledger, self._plan, self._revision = store, ledger, plan, revision
-        self._uri, self.key, self._restore = uri, _key(store, uri), restore
+        self.uri, self.key, self._restore = uri, key(store, uri), restore
         self._searches = Searches(plan, store)
         self._client: Any = None
         self._runs: dict[str, Run] = {}
@@ -129,7 +109,7 @@ class Projection:
         """Send what is missing: how many runs changed. Raises what MLflow raises."""
         if self._client is None:
             self._open()
-        elif self._uri.startswith("sqlite:///") and not Path(self._uri.removeprefix("sqlite:///")).exists():
+        elif self.uri.startswith("sqlite:///") and not Path(self.uri.removeprefix("sqlite:///")).exists():
             # The open file would take everything and keep nothing.
             raise FileNotFoundError("MLflow's database was deleted")
         rows = self._ledger.rows(self._plan.sweep, self._revision)
@@ -152,10 +132,18 @@ class Projection:
         who = (member.arm, member.cell, member.role, member.searched and member.searched.number)
         return row.status, row.attempt, row.error, frozenset(slices), tuple(sweeps), str(step), *who
 
+    def behind(self, problem: str) -> str:
+        """`problem`, with the command that brings this server up to date."""
+        return behind(problem, self._store, self.uri)
+
+    def explain(self, error: Exception) -> str:
+        """What kept the server from being up to date, and the command that mends that."""
+        return self.behind(explain(error, self.uri, self._store))
+
     # ---- opening -----------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        client = make_client(self._uri)
+        client = make_client(self.uri)
         self._experiment = self._find_experiment(client)
         self._adopt(client)
         client.set_experiment_tag(self._experiment, f"mlflow.sharedViewState.{VIEW}", shared_view(self._plan))
@@ -170,7 +158,8 @@ class Projection:
         if experiment.lifecycle_stage == "deleted":
             if not self._restore:
                 raise ExperimentDeletedError(
-                    f"the MLflow experiment {name!r} was deleted; `sweep sync --restore` brings it back"
+                    f"the MLflow experiment {name!r} was deleted; "
+                    f"{command(self._store, self.uri, 'sync', '--restore')} brings it back"
                 )
             client.restore_experiment(experiment.experiment_id)
         theirs = experiment.tags.get(TAG + "marker")
@@ -184,7 +173,7 @@ class Projection:
 
     def _create_experiment(self, client: Any, name: str) -> str:
         location = None
-        if self._uri == self._store.mlflow_uri:
+        if self.uri == self._store.mlflow_uri:
             location = (self._store.mlflow_artifacts / name).as_uri()
         made = client.create_experiment(name, artifact_location=location)
         self._ledger.forget_projections(self.key, name)
@@ -356,11 +345,11 @@ class Projector(threading.Thread):
             self._projection.project()
             problem, self._pause = None, TICK_S
         except Exception as error:
-            problem, self._pause = explain(error, self._projection._uri), min(max(5.0, 2 * self._pause), 60.0)
+            problem, self._pause = self._projection.explain(error), min(max(5.0, 2 * self._pause), 60.0)
         with contextlib.suppress(Exception):
             self._ledger.set_projector(key, sweep, problem=problem)
         if problem and problem != self._problem:
-            self._say(f"MLflow is not up to date ({problem}); trials go on, `sweep sync` catches up")
+            self._say(f"MLflow is not up to date, trials go on: {problem}")
         self._problem = problem
         return problem is None
 
@@ -378,7 +367,7 @@ class Projector(threading.Thread):
             time.sleep(0.5)
         with contextlib.suppress(Exception):
             self._ledger.release_projector(self._projection.key, self._projection._plan.sweep, self._owner)
-        return self._problem
+        return self._projection.behind(self._problem) if self._problem else None
 
 
 def log_report(
@@ -390,7 +379,7 @@ def log_report(
         client = make_client(uri)
         experiment = client.get_experiment_by_name(plan.sweep)
         if experiment is None or experiment.lifecycle_stage == "deleted":
-            return f"there is no MLflow experiment {plan.sweep!r}, `sweep sync` makes it"
+            return f"there is no MLflow experiment {plan.sweep!r}, {command(store, uri, 'sync')} makes it"
         with _set_up_lock(uri):
             run_id = _summary_run(client, experiment.experiment_id)
         client.log_artifacts(run_id, str(folder), "report")
@@ -403,7 +392,7 @@ def log_report(
             client.set_tag(run_id, name, str(value)[:5000])
         client.set_terminated(run_id, "FINISHED")
     except Exception as error:
-        return explain(error, uri)
+        return explain(error, uri, store)
     return None
 
 
@@ -447,18 +436,8 @@ def put_report_back(
             client.restore_run(deleted[0])
             return None
     except Exception as error:
-        return explain(error, uri)
+        return explain(error, uri, store)
     return log_report(store, plan, revision, folder, {}, tracking_uri=tracking_uri)
-
-
-def explain(error: Exception, uri: str = "") -> str:
-    """The first line of what MLflow or the network said, short and without a password; for a broken file, the cure."""
-    text = str(error).strip().splitlines()
-    line = redact(text[0]) if text else ""
-    broken = re.search("database disk image is malformed|file is not a database", str(error))
-    if broken and uri.startswith("sqlite:///"):
-        return f"{uri.removeprefix('sqlite:///')} is damaged ({broken[0]}): move it away, then run `sweep sync`"
-    return f"{type(error).__name__}: {line}"[:300] if line else type(error).__name__
 
 
 def _all_runs(client: Any, experiment_id: str, which: str = "") -> list[Any]:

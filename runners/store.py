@@ -32,6 +32,7 @@ from typing import Any
 from runners.schema import SCHEMA_VERSION, EvalSlice, Exit, Plan, Trial, UserError, canonical_json
 
 DEFAULT_FOLDER = "memsweep-runs"
+STORE_VARIABLE = "MEMSWEEP_STORE"
 LEDGER_VARIABLE = "MEMSWEEP_LEDGER"
 """Environment variable with the ledger's database URL; wins over `"ledger"` in store.json (it may hold a password)."""
 

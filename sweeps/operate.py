@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from runners.schema import Exit, Plan, Status, UserError
+from runners.store import STORE_VARIABLE
 from sweeps import again, stores
 from sweeps.types import show
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from dashboards.report import Report
     from runners.driver import Summary, SweepStatus, TrialStatus
     from runners.overview import SearchStatus
-
-STORE_VARIABLE = "MEMSWEEP_STORE"
 
 StoreOption = Annotated[
     Path | None,
@@ -274,13 +273,13 @@ def _print_summary(summary: Summary) -> None:
         goes_on = f"; `sweep resume {summary.sweep}` goes on" if summary.stopped.startswith("--for") else ""
         print(f"stopped: {summary.stopped}{goes_on}")
     if summary.backlog:
-        print(f"MLflow is behind: {summary.backlog}; `sweep sync` catches up")
+        print(f"MLflow is behind: {summary.backlog}")
 
 
 def _write_report(store: Path, name: str, out: Path | None, tracking_uri: str | None) -> Report:
     """Build the report of a sweep's latest revision and hang it on the sweep's summary run."""
     from dashboards import report as reports
-    from runners import record
+    from runners import record, tracking
     from runners.store import Store
 
     opened = Store.open(store)
@@ -297,7 +296,8 @@ def _write_report(store: Path, name: str, out: Path | None, tracking_uri: str | 
         ) from error
     problem = record.log_report(opened, plan, revision, folder, {"answer": built.answer}, tracking_uri=tracking_uri)
     if problem:
-        print(f"the report is not in MLflow: {problem}; `sweep report {name}` tries again")
+        again = tracking.command(opened, tracking.resolve_uri(opened, tracking_uri), "report", name)
+        print(f"the report is not in MLflow: {problem}; {again} tries again")
     return built
 
 
@@ -419,16 +419,19 @@ def ui(
 ) -> None:
     """Open the MLflow UI on the store, on 127.0.0.1."""
     from dashboards import ui as uis
-    from runners import record
+    from runners import record, tracking
     from runners.store import Store
 
     folder = stores.find(store)
     line, extra = uis.command(folder, port, tracking_uri)
-    address = uis.address(line)
+    address, opened = uis.address(line), Store.open(folder)
+    try:
+        views = {name: record.view_path(opened, name, tracking_uri=tracking_uri) for name in opened.sweeps()}
+    except Exception as error:  # what MLflow raises
+        told = tracking.explain(error, tracking.resolve_uri(opened, tracking_uri), opened)
+        raise UserError(f"MLflow: {told}", Exit.ENVIRONMENT) from error
     print(f"MLflow UI: {address} (Ctrl-C ends it; it takes some seconds to answer)")
-    opened = Store.open(folder)
-    for name in opened.sweeps():
-        view = record.view_path(opened, name, tracking_uri=tracking_uri)
+    for name, view in views.items():
         if view:
             print(f"  {name}: {address}{view}")
     sys.stdout.flush()

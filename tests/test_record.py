@@ -18,7 +18,7 @@ import pytest
 from engines import Fake
 from mlflow.tracking import MlflowClient
 
-from runners import driver, record, trial
+from runners import driver, record, tracking, trial
 from runners.ledger import Ledger
 from runners.owner import Owner
 from runners.run_state import metric_name
@@ -280,10 +280,11 @@ def test_a_damaged_database_is_named_with_its_cure(store: Store, launch: Callabl
     path.write_bytes(b"no database" * 1000)
     failed = _sync_elsewhere(store)
     assert failed.returncode != 0
-    assert f"{path} is damaged (file is not a database): move it away, then run `sweep sync`" in failed.stderr
+    told = f"{path} is damaged (file is not a database): move it away, then run `sweep sync --store {store.root}`"
+    assert told in failed.stderr
     error = RuntimeError("(sqlite3.DatabaseError) database disk image is malformed\n[SQL: select 1]")
-    assert record.explain(error, store.mlflow_uri).startswith(f"{path} is damaged (database disk image is malformed)")
-    assert "damaged" not in record.explain(error, "http://127.0.0.1:5000")
+    assert tracking.explain(error, store.mlflow_uri).startswith(f"{path} is damaged (database disk image is malformed)")
+    assert "damaged" not in tracking.explain(error, "http://127.0.0.1:5000")
 
 
 def test_a_lost_ledger_finds_its_runs_again(store: Store, launch: Callable[..., driver.Summary]) -> None:
@@ -302,7 +303,10 @@ def test_server_away_is_a_backlog_and_one_line(
     away = "http://me:secret@127.0.0.1:9"
     summary = launch(plans.plan(), tracking_uri=away)
     assert (summary.counts, summary.exit_code) == ({"complete": 4}, Exit.OK)
-    assert summary.backlog
+    assert summary.backlog == (
+        f"http://127.0.0.1:9 cannot be reached (connection refused); `sweep sync --store {store.root}` with "
+        "MEMSWEEP_TRACKING_URI set to http://127.0.0.1:9 and its password catches up"
+    )
     assert sum("MLflow is not up to date" in line for line in lines) == 1
     assert driver.status(store.root, "tiny")[0].backlog == summary.backlog
     with pytest.raises(UserError, match="MLflow") as caught:
@@ -310,6 +314,60 @@ def test_server_away_is_a_backlog_and_one_line(
     assert caught.value.exit_code == Exit.ENVIRONMENT
     assert driver.sync(store.root) == {"tiny": 4}
     assert b"secret" not in (store.root / "ledger.db").read_bytes()
+
+
+def test_the_command_that_catches_up_means_this_server_and_this_store(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, server = f"--store {store.root}", "http://127.0.0.1:5000"
+    assert tracking.command(store, store.mlflow_uri, "sync") == f"`sweep sync {here}`"
+    assert tracking.command(store, server, "sync") == f"`sweep sync --tracking-uri {server} {here}`"
+    monkeypatch.setenv("MEMSWEEP_TRACKING_URI", "http://me:secret@h")
+    assert tracking.command(store, "http://me:secret@h", "sync") == f"`sweep sync {here}`", "the variable says it"
+    monkeypatch.setenv("MEMSWEEP_STORE", str(store.root))
+    assert tracking.command(store, server, "report", "a") == f"`sweep report a --tracking-uri {server}`"
+    monkeypatch.delenv("MEMSWEEP_STORE")
+    monkeypatch.chdir(store.root.parent)
+    default = Store.create("memsweep-runs")
+    assert tracking.command(default, default.mlflow_uri, "sync") == "`sweep sync`"
+
+
+def test_a_database_that_cannot_be_used_is_told_before_anything_runs(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, package in (("psycopg2", r"'memsweep\[postgres\]'"), ("MySQLdb", "mysqlclient")):
+        monkeypatch.setitem(sys.modules, module, None)
+        scheme = "mysql" if module == "MySQLdb" else "postgresql+psycopg2"
+        with pytest.raises(UserError, match=f"needs {module}: pip install {package}") as caught:
+            tracking.resolve_uri(store, f"{scheme}://me:secret@host/db")
+        assert caught.value.exit_code == Exit.ENVIRONMENT
+        assert "secret" not in str(caught.value)
+    with pytest.raises(UserError, match="@ is written %40") as caught:
+        tracking.resolve_uri(store, "mysql://me:p@ss:secret/@host/db?password=secret")
+    assert "secret" not in str(caught.value)
+
+
+def test_what_is_said_of_a_server_is_one_short_sentence() -> None:
+    api = "API request to http://me:secret@h:1/api/2.0/mlflow/experiments/search failed with "
+    for text, said in (
+        (api + "exception HTTPConnectionPool(…): Max retries exceeded (… [Errno 111] Connection refused)", "refused"),
+        ("(psycopg2.OperationalError) connection to server at h failed: timeout expired\n[SQL: …]", "timeout expired"),
+        (api + "error code 401 != 200. Response body: 'secret'", "error 401"),
+        ("something secret " + "long " * 100, "long …"),
+    ):
+        told = tracking.explain(RuntimeError(text), "http://me:secret@h:1")
+        assert said in told
+        assert "secret" not in told
+        assert len(told) < 200
+
+
+def test_a_dead_database_server_is_given_up_at_once(store: Store) -> None:
+    pytest.importorskip("psycopg2")
+    began = time.monotonic()
+    store.freeze(plans.plan())
+    with pytest.raises(UserError, match=r"MLflow: postgresql\+psycopg2://127.0.0.1:9/db cannot be reached \("):
+        driver.sync(store.root, tracking_uri="postgresql+psycopg2://me:secret@127.0.0.1:9/db")
+    assert time.monotonic() - began < 20
 
 
 def test_nothing_is_left_running_once_its_lease_is_gone(store: Store, launch: Callable[..., driver.Summary]) -> None:
@@ -371,7 +429,8 @@ def test_one_driver_writes_at_a_time(
     ledger.claim_projector("store", "tiny", other)
     said: list[str] = []
     assert driver.sync(store.root, say=said.append) == {}
-    assert launch(plans.plan(seeds=(0,))).backlog == "another driver is writing to MLflow"
+    backlog = launch(plans.plan(seeds=(0,))).backlog
+    assert backlog == f"another driver is writing to MLflow; `sweep sync --store {store.root}` catches up"
     record.Projection(store, ledger, plans.plan(seeds=(0,)), 1, store.mlflow_uri).project()
     assert len(runs(store)) == 2
 
@@ -385,9 +444,9 @@ def test_folders_are_refused_before_anything_runs(store: Store, uri: str) -> Non
 
 def test_uris_are_absolute(store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert record.resolve_uri(store, None) == f"sqlite:///{store.root}/mlflow.db"
-    assert record.resolve_uri(store, "sqlite:///x.db") == f"sqlite:///{tmp_path}/x.db"
-    assert record.resolve_uri(store, "http://127.0.0.1:5000") == "http://127.0.0.1:5000"
+    assert tracking.resolve_uri(store, None) == f"sqlite:///{store.root}/mlflow.db"
+    assert tracking.resolve_uri(store, "sqlite:///x.db") == f"sqlite:///{tmp_path}/x.db"
+    assert tracking.resolve_uri(store, "http://127.0.0.1:5000") == "http://127.0.0.1:5000"
 
 
 def test_the_report_hangs_on_one_summary_run(
