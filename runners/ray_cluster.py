@@ -90,8 +90,10 @@ def connect(address: str, *, threads: int) -> Iterator[Cluster]:
     from runners import ray_tune  # its import sets what Ray reads when it is imported
 
     try:
-        with ray_tune.own_signals(), _silence():
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=_environment(threads))
+        with _silence():
+            let_go = ray_tune.start_ray(
+                address=address, log_to_driver=False, logging_level="ERROR", runtime_env=_environment(threads)
+            )
     except Exception as error:
         raise UserError(_explain(error, address), Exit.ENVIRONMENT) from error
     _quiet()
@@ -104,6 +106,7 @@ def connect(address: str, *, threads: int) -> Iterator[Cluster]:
             atexit.register(_end_at_once)
         else:
             ray.shutdown()  # of this driver's connection; the cluster is not ours to stop
+            let_go()
 
 
 @contextlib.contextmanager

@@ -248,6 +248,7 @@ class RayExecutor:
         self.slots, self._threads, self._gpus, self._gpu = given.slots, given.threads, gpus, gpu
         self._place = place
         self._scratch: Path | None = None
+        self._let_go: Callable[[], None] = lambda: None
         self._rounds = 0
 
     def __enter__(self) -> RayExecutor:
@@ -257,6 +258,7 @@ class RayExecutor:
         if self._scratch is not None:
             if self._place.cluster is None:
                 ray.shutdown()
+                self._let_go()
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
 
@@ -310,8 +312,8 @@ class RayExecutor:
         # Workers inherit these. Small operations run ten times slower when threads share a core.
         path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
         variables = {"OMP_NUM_THREADS": str(self._threads), "PYTHONPATH": path}
-        with environment(variables), own_signals(), _another_group():
-            ray.init(
+        with environment(variables), _another_group():
+            self._let_go = start_ray(
                 address="local",
                 num_cpus=self.slots * self._threads,
                 num_gpus=self._gpus,
@@ -353,28 +355,46 @@ class RayExecutor:
             ).fit()
 
 
-@contextlib.contextmanager
-def own_signals() -> Iterator[None]:
-    """Keep the caller's handlers: Ray puts its own in their place, and it exits at once.
+def start_ray(**options: Any) -> Callable[[], None]:
+    """`ray.init`, in a thread of its own; returns what ends the thread, to be called after `ray.shutdown`.
 
-    A SIGTERM that Ray's handler gets while Ray starts ends the start, and then goes to the caller's handler.
+    In the main thread it would put a handler for SIGTERM in the place of ours that exits, from whatever code the signal
+    finds: an exit inside a callback of the interpreter is ignored, and the signal is lost. The thread stays, because
+    Linux kills the processes that Ray has started when the thread that started them ends. Raises what `ray.init` does.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    got = None
+    problems: list[BaseException] = []
+    is_up, is_over = threading.Event(), threading.Event()
+
+    def start() -> None:
+        try:
+            ray.init(**options)
+        except BaseException as problem:
+            problems.append(problem)
+        is_up.set()
+        if not problems:
+            is_over.wait()
+
+    logging.getLogger("ray._private.worker").setLevel(logging.ERROR)  # it would warn of the handler it cannot set
+    threading.Thread(target=start, name="ray-init", daemon=True).start()
     try:
-        yield
-    except SystemExit as stop:
-        if stop.code != signal.SIGTERM:
-            raise
-        got = signal.SIGTERM
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if got is not None:
-        signal.raise_signal(got)
+        while not is_up.wait(0.02):  # a wait that signals get through to
+            _take_signals_back()
+        _take_signals_back()
+    except BaseException:
+        is_up.wait(30)  # half a Ray cannot be shut down
+        raise
+    if problems:
+        raise problems[0]
+    return is_over.set
+
+
+def _take_signals_back() -> None:
+    """Ray's C++ core takes SIGTERM for itself while it starts, unseen by Python."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -29,12 +29,13 @@ from runners.store import Store
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     no_card = pytest.mark.skip(reason="needs a CUDA card; none here")
+    too_long = pytest.mark.skip(reason="takes minutes and repeats what shorter tests say: set MEMSWEEP_WIDE=1")
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_card)
+        if "wide" in item.keywords and not os.environ.get("MEMSWEEP_WIDE"):
+            item.add_marker(too_long)
 
 
 @pytest.fixture(autouse=True)

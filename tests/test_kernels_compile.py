@@ -57,7 +57,6 @@ WIDE: dict[str, list[dict[str, Any]]] = {
     ],
 }
 """Minutes of compiling: run with MEMSWEEP_WIDE=1, after a change to a kernel."""
-is_wide = pytest.mark.skipif(not os.environ.get("MEMSWEEP_WIDE"), reason="minutes of compiling: set MEMSWEEP_WIDE=1")
 
 
 def compiled(op: str, cases: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
@@ -75,7 +74,7 @@ def compiled(op: str, cases: list[dict[str, Any]]) -> dict[int, list[dict[str, A
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("op", CASES)
-@pytest.mark.parametrize("cases", [CASES, pytest.param(WIDE, marks=is_wide)], ids=["usual", "wide"])
+@pytest.mark.parametrize("cases", [CASES, pytest.param(WIDE, marks=pytest.mark.wide)], ids=["usual", "wide"])
 def test_compiles_for_a_hopper_card(op: str, cases: dict[str, list[dict[str, Any]]]) -> None:
     for number, kernels in compiled(op, cases[op]).items():
         case = cases[op][number]
