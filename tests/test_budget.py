@@ -14,7 +14,6 @@ from typing import Any
 import plans
 import pytest
 import sqlalchemy as sa
-import stores
 from engines import Fake
 from spec_tools import BASE, plan, problems
 
@@ -24,18 +23,6 @@ from runners.ledger import Ledger
 from runners.owner import Owner
 from runners.schema import Exit, Outcome, Plan, Status, Trial, UserError
 from runners.store import Store
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return stores.make(tmp_path / "runs")
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    made = Fake()
-    monkeypatch.setattr(trial, "load_engine", made.engine)
-    return made
 
 
 def launch(store: Store, found: Plan, **arguments: Any) -> driver.Summary:

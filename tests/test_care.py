@@ -17,7 +17,7 @@ import stores as made
 from engines import Fake
 from test_record import runs
 
-from runners import checkpoints, differ, driver, scratch, trial
+from runners import checkpoints, differ, driver, scratch
 from runners.ledger import Ledger
 from runners.owner import Owner
 from runners.schema import Exit, Plan, Status, Trial, UserError
@@ -34,13 +34,6 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     short.mkdir()
     monkeypatch.setattr(scratch, "places", lambda: {short})
     return made.make(tmp_path / "runs")
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    engine = Fake()
-    monkeypatch.setattr(trial, "load_engine", engine.engine)
-    return engine
 
 
 @pytest.fixture

@@ -76,19 +76,10 @@ def test_a_mean_of_means_would_be_another_loss(few_labels: None) -> None:
 
 
 def test_rows_that_hold_the_batch_are_the_whole_batch() -> None:
-    same(fit(trial_of(steps=6)), fit(trial_of(steps=6), micro_batch=8) | _whole)
-
-
-class _Whole:
-    """`fit | _whole`: the same `Fit` with no word of its micro-batch."""
-
-    def __ror__(self, other: Any) -> Any:
-        other.micro_batch = None
-        other.snapshot.meta["ended"]["micro_batch"] = None
-        return other
-
-
-_whole = _Whole()
+    whole, parts = fit(trial_of(steps=6)), fit(trial_of(steps=6), micro_batch=8)
+    assert parts.micro_batch == parts.snapshot.meta["ended"].pop("micro_batch") == 8
+    assert whole.snapshot.meta["ended"].pop("micro_batch") is None
+    same(whole, parts)
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "gated_deltanet"])
