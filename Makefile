@@ -13,7 +13,7 @@ run: .venv/.run  ## install, then run the main job: sweep launch specs/capacity.
 	$(BIN)/sweep launch specs/capacity.yaml
 
 test: .venv/.test check  ## install, then lint, type-check and run the test suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2
 
 chaos: .venv/.test  ## five sweeps of 24 trials, each with ten SIGKILLs of workers, drivers and nodes, against an undisturbed one
 	$(BIN)/python tests/chaos.py --rounds 5 --kills 10

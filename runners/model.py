@@ -62,6 +62,7 @@ PARAMS = {
     "swiglu": "3*d_model*width + 2*d_model if width is not None else 3*d_model*((8*d_model + 95)//96*32) + 2*d_model",
 }
 """Parameters of the parts: all but the layers, a layer without its mixer and mlp, a base_conv, an mlp with its norm."""
+SAME_STREAMS = ["kernels"]
 NOT_YET: dict[str, list[Any]] = {"block": ["hyper_link"], "lobe": ["causal"], "moe": ["moe"], "causal": [False]}
 
 SIZES = {"2m": (192, 4), "5m": (256, 6), "10m": (320, 8), "20m": (448, 8)}
@@ -203,6 +204,7 @@ class Model(nn.Module):
         layers: kinds of mixer from the first layer on, repeated until n_layers; none = every layer is the mechanism
         position: learned = a table added to the embeddings, rope = rotary inside softmax attention
         short_conv: depthwise convolution of width 4 before q, k and v
+        kernels: auto = Triton on a card where an op has it, chunked torch elsewhere; reference is the serial recurrence
         tied: the head is the embedding, transposed
         causal: a position sees only what came before it
     """
@@ -226,6 +228,7 @@ class Model(nn.Module):
         layers: list[Literal["mechanism", "base_conv"]] | None = None,
         position: Literal["none", "learned", "rope"] = "none",
         short_conv: bool = True,
+        kernels: Literal["auto", "chunked", "reference"] = "auto",
         tied: bool = True,
         causal: bool = True,
     ) -> None:
@@ -235,7 +238,7 @@ class Model(nn.Module):
         d_model, n_layers = d_model or preset[0], n_layers or preset[1]
         n_heads, head_dim = _heads(d_model, n_heads, head_dim)
         self.vocab_size, self.seq_len, self.d_model = vocab_size, seq_len, d_model
-        shape = Shape(d_model, n_heads, head_dim, seq_len, short_conv, position)
+        shape = Shape(d_model, n_heads, head_dim, seq_len, short_conv, position, kernels)
         kinds = _kinds(layers, n_layers)
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.positions = nn.Parameter(torch.zeros(seq_len, d_model)) if position == "learned" else None
@@ -337,7 +340,7 @@ def stream_settings(trial: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
     their defaults. So a parameter added later, with a default that keeps the old behaviour, changes no draw."""
     return (
         {"name": trial.task["name"], **_unusual(tasks.get(trial.task["name"]), trial.task, set())},
-        _unusual(Model, _resolved(trial.model), {"size"}),
+        _unusual(Model, _resolved(trial.model), {"size", *SAME_STREAMS}),
     )
 
 

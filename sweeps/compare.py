@@ -411,7 +411,9 @@ class Comparer:
                 for kind in ("task", "model"):
                     mine, theirs = one.blocks[kind], other.blocks[kind]
                     if mine.text != theirs.text:
-                        apart.update(dict.fromkeys(p for p, v in mine.flat.items() if v != theirs.flat.get(p)))
+                        same = {f"{kind}.{parameter}" for parameter in mine.block.literals.get("SAME_STREAMS", ())}
+                        differ = (p for p, v in mine.flat.items() if v != theirs.flat.get(p) and p not in same)
+                        apart.update(dict.fromkeys(differ))
         if apart:
             self.problems.note(
                 f"{a.label} vs {b.label}: the sides differ in {', '.join(apart)}, so the two trainings of a pair have "

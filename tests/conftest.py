@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before torch: small operations run ten times slower when threads share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +27,21 @@ from engines import Fake
 
 from runners import trial
 from runners.store import Store
+
+RAY = ("test_ray.py", "test_cluster.py", "test_cluster_files.py", "test_chaos.py", "test_overhead.py")
+"""Files whose tests start Ray's processes, which slow each other most."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With two workers, one runs every test that starts Ray, from the first moment, and the other the rest."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RayInOneWorker(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if nodeid.split("::")[0].endswith(RAY) else nodeid
+
+    return RayInOneWorker(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

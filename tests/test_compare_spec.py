@@ -124,6 +124,17 @@ def test_at_picks_slices_and_sets(tmp_path: Path) -> None:
         compared(text + entry % "margin: 0.1", tmp_path)
 
 
+@pytest.mark.parametrize(("setting", "apart"), [("kernels: [auto, reference]", False), ("tied: [true, false]", True)])
+def test_sides_that_begin_from_other_weights_are_told(setting: str, apart: bool, tmp_path: Path) -> None:
+    name, values = setting.split(": ")
+    first, second = values.strip("[]").split(", ")
+    pair = f"{{a: {{model.{name}: {first}}}, b: {{model.{name}: {second}}}}}"
+    text = f"sweep: x\nmodel: {{d_model: 16}}\naxes: {{mechanism: [linear], model.{name}: {values}}}\ncompare: [{pair}]"
+    text += "\ntask: {name: mqar, vocab_size: 64, seq_len: 16, n_pairs: 2}\ntrain: {steps: 2, batch_size: 2}"
+    notes = plan(text, tmp_path, catalog=CATALOG).notes
+    assert any("neither training rows nor initial weights" in note for note in notes) == apart
+
+
 def test_training_metrics_have_steps(tmp_path: Path) -> None:
     text = "axes: {mechanism: [softmax, linear]}\ncompare: [{a: {mechanism: softmax}, b: {mechanism: linear}, metric: valid/loss, at: {step: 4}, scale: ratio}]"
     _, (test,) = compared(text, tmp_path)

@@ -70,6 +70,12 @@ def test_streams_do_not_see_how_defaults_were_written() -> None:
     assert models.stream_settings(short) != models.stream_settings(trial(task={"power": 1.0}))
 
 
+def test_kernels_are_compared_from_the_same_weights_and_rows() -> None:
+    auto, other = trial(), trial(kernels="reference")
+    assert models.stream_settings(auto) == models.stream_settings(other)
+    assert {module.shape.impl for module in models.build(other).modules() if hasattr(module, "shape")} == {"reference"}
+
+
 def test_sizes() -> None:
     for size, nominal in {"2m": 2e6, "5m": 5e6, "10m": 1e7, "20m": 2e7}.items():
         model = Model(256, 64, SOFTMAX, size=size, head_dim=64, mlp="swiglu")  # type: ignore[arg-type]
