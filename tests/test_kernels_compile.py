@@ -23,13 +23,11 @@ SHARED = 232_448
 CASES: dict[str, list[dict[str, Any]]] = {
     "linear_attention": [
         {"K": 64, "V": 64, "dtype": "bfloat16", "decay": "none", "segments": 2},
-        {"K": 33, "V": 16, "dtype": "bfloat16", "decay": "token", "normalize": True, "start": True},
-        {"K": 16, "V": 16, "dtype": "float32", "decay": "channel", "start": True},
+        {"K": 33, "V": 16, "dtype": "float32", "decay": "channel", "start": True},
     ],
     "delta_rule": [
         {"K": 64, "V": 64, "dtype": "bfloat16", "segments": 2},
         {"K": 33, "V": 16, "dtype": "float32", "gated": False, "apart": True},
-        {"K": 128, "V": 128, "dtype": "bfloat16", "gated": False, "segments": 2},
     ],
     "short_conv": [
         {"D": 384, "W": 4, "dtype": "bfloat16"},
@@ -38,6 +36,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 WIDE: dict[str, list[dict[str, Any]]] = {
     "linear_attention": [
+        {"K": 33, "V": 16, "dtype": "bfloat16", "decay": "token", "normalize": True, "start": True},
         {"K": 64, "V": 64, "dtype": "float32", "decay": "token", "normalize": True, "start": True},
         {"K": 128, "V": 128, "dtype": "bfloat16", "decay": "token", "segments": 2},
         {"K": 256, "V": 256, "dtype": "bfloat16", "decay": "none", "start": True},
@@ -47,6 +46,7 @@ WIDE: dict[str, list[dict[str, Any]]] = {
     ],
     "delta_rule": [
         {"K": 64, "V": 64, "dtype": "bfloat16", "apart": True, "packed": True},
+        {"K": 128, "V": 128, "dtype": "bfloat16", "gated": False, "segments": 2},
         {"K": 128, "V": 128, "dtype": "float16", "apart": True},
         {"K": 256, "V": 256, "dtype": "bfloat16"},
         {"K": 256, "V": 256, "dtype": "float32", "gated": False},
