@@ -105,9 +105,76 @@ class Packing(NamedTuple):
         return cls(cu_seqlens, first_slots, slots * used[:, None])
 
 
-class DeltaRule(torch.autograd.Function):
-    """o (B, T, H, V), the final state (N, H, K, V) fp32, and the residual: None, its norm or itself, fp32."""
+Outputs = tuple[Tensor, Tensor, Tensor | None]
+"""o (B, T, H, V), the final state (N, H, K, V) fp32, and the residual: None, its norm or itself, fp32."""
 
+
+def _forward(
+    q: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    g: Tensor | None,
+    start: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    residual: str | None,
+    keep: bool,
+) -> tuple[Outputs, tuple[Tensor | None, ...], int]:
+    """The outputs; what the backward pass reads, if `keep`; and how many segments a sequence was cut into."""
+    (B, T, H, V), K = v.shape, q.shape[-1]
+    size = blocks(T, K, V, q.dtype)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    packing = None if cu_seqlens is None else Packing.of(cu_seqlens, T, size.C)
+    chunks = B * triton.cdiv(T, size.C) if packing is None else packing.slots.shape[0]
+    columns = triton.cdiv(V, size.V)
+    segments = n_segments(triton.cdiv(B * T, N * size.C), N * H * columns, K, multiprocessors(q))
+    q, a, v = (rows_contiguous(x) for x in (q, a, v))
+    b = None if b is None else rows_contiguous(b)
+    beta, g, start = (None if x is None else x.contiguous() for x in (beta, g, start))
+    L, P = _scratch(q, chunks, H, size.C, size.C), _scratch(q, chunks, H, size.C, size.C, dtype=q.dtype)
+    Ti = L if q.dtype == torch.float32 else _scratch(q, *L.shape, dtype=q.dtype)
+    G = None if g is None else _scratch(q, chunks, H, 4, size.C)
+    o, end = _scratch(q, B, T, H, V, dtype=q.dtype), _scratch(q, N, H, K, V)
+    U = S = m = built = Phi = None
+    if keep or residual == "full":
+        U = _scratch(q, chunks, H, size.C, V, dtype=torch.float32 if residual == "full" else q.dtype)
+    if keep:
+        S = _scratch(q, chunks, H, K, V, dtype=q.dtype)
+    if residual == "norm":
+        m = _scratch(q, columns, B, T, H)
+
+    group = H // q.shape[2]
+    qab = (*_strides(q), *_strides(a), *_strides(a if b is None else b))
+    cu, first_slots, slots = packing or (None, None, None)
+    args: tuple[Any, ...] = (q, a, a if b is None else b, beta, g, L, P, G, slots, T, H, group, *qab)
+    tile = {"K": K, "BK": size.K_tile, "C": size.C, "PREC": size.precision}
+    launch(device.scores, chunks * H, args, tile, num_warps=size.tile_warps, num_stages=1)
+    inverse = "tf32x3" if q.dtype == torch.float32 else "tf32"
+    launch(device.invert, chunks * H, (L, Ti), {"C": size.C, "PREC": inverse}, num_warps=1, num_stages=1)
+    settings = {"K": K, "BK": size.K, "V": V, "BV": size.V, "C": size.C, "PREC": size.precision}
+    options = {"num_warps": size.warps, "num_stages": size.stages}
+    if segments > 1:
+        built, Phi = _scratch(q, N, H, segments, K, V), _scratch(q, N, H, segments, K, K)
+        wide = triton.cdiv(V + K, size.V_scan)
+        args = (None, a, b, v, beta, G, Ti, None, None, None, None, None, None, None, built, Phi)
+        args += (cu, first_slots, scale, T, H, group, segments, wide, *qab, *_strides(v))
+        scan = {**settings, "BV": size.V_scan, "SCAN": True}
+        launch(device.forward, N * H * segments * wide, args, scan, **options)
+    args = (q, a, b, v, beta, G, Ti, P, start, o, end, U, S, m, built, Phi)
+    args += (cu, first_slots, scale, T, H, group, segments, columns, *qab, *_strides(v))
+    launch(device.forward, N * H * segments * columns, args, {**settings, "SCAN": False}, **options)
+    extra = None
+    if residual == "full":
+        assert U is not None
+        extra = _by_token(U, slots, B, T)
+    elif m is not None:
+        extra = m[0] if columns == 1 else torch.linalg.vector_norm(m, dim=0)
+    return (o, end, extra), (q, a, b, v, beta, g, G, Ti, P, U, S, Phi, cu, first_slots, slots), segments
+
+
+class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -121,62 +188,14 @@ class DeltaRule(torch.autograd.Function):
         cu_seqlens: Tensor | None,
         scale: float,
         residual: str | None,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        (B, T, H, V), K = v.shape, q.shape[-1]
-        size = blocks(T, K, V, q.dtype)
-        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        packing = None if cu_seqlens is None else Packing.of(cu_seqlens, T, size.C)
-        chunks = B * triton.cdiv(T, size.C) if packing is None else packing.slots.shape[0]
-        columns = triton.cdiv(V, size.V)
-        segments = n_segments(triton.cdiv(B * T, N * size.C), N * H * columns, K, multiprocessors(q))
-        q, a, v = (rows_contiguous(x) for x in (q, a, v))
-        b = None if b is None else rows_contiguous(b)
-        beta, g, start = (None if x is None else x.contiguous() for x in (beta, g, start))
-        L, P = _scratch(q, chunks, H, size.C, size.C), _scratch(q, chunks, H, size.C, size.C, dtype=q.dtype)
-        Ti = L if q.dtype == torch.float32 else _scratch(q, *L.shape, dtype=q.dtype)
-        G = None if g is None else _scratch(q, chunks, H, 4, size.C)
-        o, end = _scratch(q, B, T, H, V, dtype=q.dtype), _scratch(q, N, H, K, V)
-        U = S = m = built = Phi = None
-        if keep or residual == "full":
-            U = _scratch(q, chunks, H, size.C, V, dtype=torch.float32 if residual == "full" else q.dtype)
-        if keep:
-            S = _scratch(q, chunks, H, K, V, dtype=q.dtype)
-        if residual == "norm":
-            m = _scratch(q, columns, B, T, H)
-
-        group = H // q.shape[2]
-        qab = (*_strides(q), *_strides(a), *_strides(a if b is None else b))
-        cu, first_slots, slots = packing or (None, None, None)
-        args: tuple[Any, ...] = (q, a, a if b is None else b, beta, g, L, P, G, slots, T, H, group, *qab)
-        tile = {"K": K, "BK": size.K_tile, "C": size.C, "PREC": size.precision}
-        launch(device.scores, chunks * H, args, tile, num_warps=size.tile_warps, num_stages=1)
-        inverse = "tf32x3" if q.dtype == torch.float32 else "tf32"
-        launch(device.invert, chunks * H, (L, Ti), {"C": size.C, "PREC": inverse}, num_warps=1, num_stages=1)
-        settings = {"K": K, "BK": size.K, "V": V, "BV": size.V, "C": size.C, "PREC": size.precision}
-        options = {"num_warps": size.warps, "num_stages": size.stages}
-        if segments > 1:
-            built, Phi = _scratch(q, N, H, segments, K, V), _scratch(q, N, H, segments, K, K)
-            wide = triton.cdiv(V + K, size.V_scan)
-            args = (None, a, b, v, beta, G, Ti, None, None, None, None, None, None, None, built, Phi)
-            args += (cu, first_slots, scale, T, H, group, segments, wide, *qab, *_strides(v))
-            scan = {**settings, "BV": size.V_scan, "SCAN": True}
-            launch(device.forward, N * H * segments * wide, args, scan, **options)
-        args = (q, a, b, v, beta, G, Ti, P, start, o, end, U, S, m, built, Phi)
-        args += (cu, first_slots, scale, T, H, group, segments, columns, *qab, *_strides(v))
-        launch(device.forward, N * H * segments * columns, args, {**settings, "SCAN": False}, **options)
-
-        ctx.save_for_backward(q, a, b, v, beta, g, G, Ti, P, U, S, Phi, cu, first_slots, slots)
-        ctx.scale, ctx.segments, ctx.residual, ctx.has_start = scale, segments, residual, start is not None
+    ) -> Outputs:
+        outputs, saved, ctx.segments = _forward(q, a, b, v, beta, g, start, cu_seqlens, scale, residual, keep=True)
+        ctx.save_for_backward(*saved)
+        ctx.scale, ctx.residual, ctx.has_start = scale, residual, start is not None
         ctx.set_materialize_grads(False)
-        extra = None
-        if residual == "full":
-            assert U is not None
-            extra = _by_token(U, slots, B, T)
-        elif m is not None:
-            extra = m[0] if columns == 1 else torch.linalg.vector_norm(m, dim=0)
-            ctx.mark_non_differentiable(extra)
-        return o, end, extra
+        if residual == "norm":
+            ctx.mark_non_differentiable(outputs[2])
+        return outputs
 
     @staticmethod
     @once_differentiable
@@ -217,7 +236,7 @@ class DeltaRule(torch.autograd.Function):
             """Heads that share a key are summed in fp32, in a fixed order."""
             return x if x is None or group == 1 else x.unflatten(2, (Hk, group)).sum(3).to(q.dtype)
 
-        return (summed(dq), summed(da), summed(db), dv, dbeta, dg, dstart, *[None] * 4)
+        return (summed(dq), summed(da), summed(db), dv, dbeta, dg, dstart, *[None] * 3)
 
 
 def _scratch(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -248,11 +267,15 @@ def delta_rule(
     residual: str | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `kernels.delta_rule.delta_rule`, which checked the shapes."""
+    """As `kernels.delta_rule.delta_rule`, which checked the shapes.
+
+    Where no gradient can follow, autograd is not told: that takes longer than a small kernel runs.
+    """
     given = (q, a, b, v, beta, g, start)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in (q, a, b, v) if x is not None])
     q, a, v = q.to(dtype), a.to(dtype), v.to(dtype)
     b = None if b is None else b.to(dtype)
     beta, g, start = (None if x is None else x.float() for x in (beta, g, start))
-    return DeltaRule.apply(q, a, b, v, beta, g, start, cu_seqlens, float(scale), residual, keep)
+    inputs = (q, a, b, v, beta, g, start, cu_seqlens, float(scale), residual)
+    return _DeltaRule.apply(*inputs) if keep else _forward(*inputs, keep=False)[0]

@@ -119,9 +119,47 @@ def _segment_starts(
     return states
 
 
-class Attend(torch.autograd.Function):
-    """o (B, T, H, V), S (N, H, K, V) and z (N, H, K), None without `normalize`."""
+class _Attended(NamedTuple):
+    o: Tensor  # (B, T, H, V)
+    S: Tensor  # (N, H, K, V)
+    z: Tensor | None  # (N, H, K); None without `normalize`
+    states: Tensor | None  # where segments start
+    den: Tensor | None  # (B, T, H)
 
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    S0: Tensor | None,
+    z0: Tensor | None,
+    scale: float,
+    normalize: bool,
+    cu_seqlens: Tensor | None,
+) -> _Attended:
+    call = _call(q, k, v, g, cu_seqlens)
+    (B, T, H, V), K = v.shape, q.shape[-1]
+    S0, z0 = (None if x is None else x.contiguous() for x in (S0, z0))
+    o = torch.empty((B, T, H, V), dtype=q.dtype, device=q.device)
+    den = _single(v, B, T, H) if normalize else None
+    S, z = _single(v, call.n_sequences, H, K, V), _single(v, call.n_sequences, H, K) if normalize else None
+    states = None
+    if call.n_segments > 1:
+        start = None if S0 is None else (S0, z0)
+        states = _segment_starts(call, call.k, call.v, None, start, reverse=False, normalize=normalize)
+    args = (
+        call.q, call.k, call.v, call.g, den, o, *_starts(states, S0, z0, K * V), S, z, call.cu_seqlens,
+        *call.strides, T, H, H // q.shape[2], call.n_segments, *_steps(states, K, V), scale,
+    )  # fmt: skip
+    call.launch(
+        _forward_kernel, triton.cdiv(V, call.tiles.BV), call.n_segments, args,
+        BK=padded(K), normalize=normalize, has_start=states is not None or S0 is not None,
+    )  # fmt: skip
+    return _Attended(o, S, z, states, den)
+
+
+class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -135,30 +173,11 @@ class Attend(torch.autograd.Function):
         normalize: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        call = _call(q, k, v, g, cu_seqlens)
-        (B, T, H, V), K = v.shape, q.shape[-1]
-        S0, z0 = (None if x is None else x.contiguous() for x in (S0, z0))
-        o = torch.empty((B, T, H, V), dtype=q.dtype, device=q.device)
-        den = _single(v, B, T, H) if normalize else None
-        S, z = _single(v, call.n_sequences, H, K, V), _single(v, call.n_sequences, H, K) if normalize else None
-        states = None
-        if call.n_segments > 1:
-            start = None if S0 is None else (S0, z0)
-            states = _segment_starts(call, call.k, call.v, None, start, reverse=False, normalize=normalize)
-        args = (
-            call.q, call.k, call.v, call.g, den, o, *_starts(states, S0, z0, K * V), S, z, call.cu_seqlens,
-            *call.strides, T, H, H // q.shape[2], call.n_segments, *_steps(states, K, V), scale,
-        )  # fmt: skip
-        call.launch(
-            _forward_kernel, triton.cdiv(V, call.tiles.BV), call.n_segments, args,
-            BK=padded(K), normalize=normalize, has_start=states is not None or S0 is not None,
-        )  # fmt: skip
-        ctx.save_for_backward(
-            q, k, v, g, S0, z0, cu_seqlens, states, o if normalize else None, den if normalize else None
-        )
+        done = _attend(q, k, v, g, S0, z0, scale, normalize, cu_seqlens)
+        ctx.save_for_backward(q, k, v, g, S0, z0, cu_seqlens, done.states, done.o if normalize else None, done.den)
         ctx.scale, ctx.normalize = scale, normalize
         ctx.set_materialize_grads(False)
-        return o, S, z
+        return done.o, done.S, done.z
 
     @staticmethod
     @once_differentiable
@@ -220,6 +239,25 @@ class Attend(torch.autograd.Function):
             None,
             None,
         )
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    start: tuple[Tensor | None, Tensor | None],
+    scale: float,
+    normalize: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """o (B, T, H, V), S (N, H, K, V) and z (N, H, K), None without `normalize`.
+
+    Where no gradient can follow, autograd is not told: that takes longer than a small kernel runs.
+    """
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, g, *start)):
+        return _Attend.apply(q, k, v, g, *start, scale, normalize, cu_seqlens)
+    return _attend(q, k, v, g, *start, scale, normalize, cu_seqlens)[:3]
 
 
 def _starts(states: Tensor | None, S0: Tensor | None, z0: Tensor | None, size: int) -> tuple[Tensor | None, ...]:

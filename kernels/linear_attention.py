@@ -226,7 +226,7 @@ def _on_card(
     state: LinearState | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, LinearState]:
-    from kernels._linear_attention import Attend  # Triton is not everywhere
+    from kernels._linear_attention import attend  # Triton is not everywhere
 
     if q.dtype != k.dtype or q.dtype != v.dtype:
         common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
@@ -235,8 +235,8 @@ def _on_card(
         g = g.expand(v.shape[:3])
     S, z = state if isinstance(state, tuple) else (state, None)
     S, z = (None if x is None else x.float() for x in (S, z))
-    o, S, z = Attend.apply(q, k, v, g, S, z, 1.0 if normalize else float(scale), normalize, cu_seqlens)
-    return o, (S, z) if normalize else S
+    o, S, z = attend(q, k, v, g, (S, z), 1.0 if normalize else float(scale), normalize, cu_seqlens)
+    return o, S if z is None else (S, z)
 
 
 def _check(
