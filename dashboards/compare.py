@@ -18,6 +18,7 @@ from dashboards import stats, tuning
 from dashboards.table import COMPARED_STAMPS, Results, chance
 from dashboards.tuning import UNTUNED, Tuning
 from runners.schema import Member, Pair, Plan, Status, Test
+from runners.stamp import uses
 
 
 @dataclass(frozen=True)
@@ -221,14 +222,14 @@ class _Scorer:
     def _stamps_differ(self, trials: tuple[str, ...]) -> bool:
         """Whether trials ran under different versions, devices or code.
 
-        A fingerprint covers what one mechanism and one task import: it is compared among their own trials only. Of
+        A fingerprint covers what a trial's mechanisms and task import: it is compared among their own trials only. Of
         others, the files that all of them used are.
         """
         seen: dict[tuple[str, ...], Any] = {}
         for trial in trials:
             stamp, settings = self.results.stamps.get(trial, {}), self.members[trial][0].trial
             for name in COMPARED_STAMPS:
-                owner = (settings.mechanism["name"], settings.task["name"]) if name == "fingerprint" else ()
+                owner = uses(settings) if name == "fingerprint" else ()
                 if seen.setdefault((name, *owner), stamp.get(name)) != stamp.get(name):
                     return True
         return len(set(self.results.shared_code(trials).values())) > 1

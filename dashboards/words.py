@@ -11,6 +11,7 @@ from dashboards.labels import Labels, bytes_text, counted, effect_text, listed, 
 from dashboards.stats import Verdict
 from dashboards.table import COMPARED_STAMPS, Results
 from runners.schema import Plan, Status
+from runners.stamp import uses
 
 DESCRIBED = 6
 """How many arms the descriptive sentence lists."""
@@ -165,13 +166,14 @@ def condition_loads(plan: Plan) -> dict[str, float]:
 def stamps_that_differ(plan: Plan, results: Results) -> dict[str, dict[str, int]]:
     """Stamp fields with more than one value, and how many trials have which.
 
-    A fingerprint covers what one mechanism and one task import, so it is compared among their own trials only.
+    A fingerprint covers what a trial's mechanisms and task import, so it is compared among their own trials only.
     """
     counts: dict[str, dict[str, int]] = {}
     for trial in {member.trial.id: member.trial for member in plan.members}.values():
         stamp = results.stamps.get(trial.id, {})
         for name in COMPARED_STAMPS if stamp else ():
-            field = f"{name} of {trial.mechanism['name']} on {trial.task['name']}" if name == "fingerprint" else name
+            mechanism, task, *others = uses(trial)
+            field = f"{name} of {' with '.join([mechanism, *others])} on {task}" if name == "fingerprint" else name
             value = str(stamp.get(name))
             counts.setdefault(field, {})[value] = counts.get(field, {}).get(value, 0) + 1
     for value in results.shared_code({member.trial.id for member in plan.members}).values():

@@ -15,6 +15,7 @@ Letters: B rows, T time, D model width, V vocabulary, Q labelled positions of a 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Sequence
 from typing import Any, Literal, cast
@@ -26,6 +27,7 @@ from torch.nn import functional as F
 import mechanisms
 from mechanisms._parts import Shape
 from runners import streams, tasks
+from runners.layers import BaseConv, Layer, State
 from runners.schema import Trial, UserError
 
 REVISION = 1
@@ -63,12 +65,14 @@ PARAMS = {
 }
 """Parameters of the parts: all but the layers, a layer without its mixer and mlp, a base_conv, an mlp with its norm."""
 SAME_STREAMS = ["kernels"]
+LAYER = ["mechanism", "base_conv"]
+"""What a layer may be, besides a mechanism of its own."""
 NOT_YET: dict[str, list[Any]] = {"block": ["hyper_link"], "lobe": ["causal"], "moe": ["moe"], "causal": [False]}
 
 SIZES = {"2m": (192, 4), "5m": (256, 6), "10m": (320, 8), "20m": (448, 8)}
 """(d_model, n_layers) by `size`: that many parameters with swiglu blocks and a byte vocabulary."""
 
-State = dict[str, Any]
+Layers = Sequence[str | dict[str, Any]]
 
 
 class GeluMlp(nn.Module):
@@ -122,71 +126,6 @@ class Moe(nn.Module):
         raise UserError("model.moe is not there yet; use model.moe: none")
 
 
-class BaseConv(nn.Module):
-    """Zoology's BaseConv: y = conv(u) * (W u) + u, with a causal depthwise convolution over three tokens.
-
-    Source: zoology `mixers/base_conv.py`. Carries the last two inputs: 2 d_model elements.
-    """
-
-    WIDTH = 3
-
-    def __init__(self, d_model: int) -> None:
-        super().__init__()
-        self.project = nn.Linear(d_model, d_model)
-        self.taps = nn.Parameter(torch.zeros(self.WIDTH, d_model))
-        self.bias = nn.Parameter(torch.zeros(d_model))
-
-    def init_special(self, generator: Any) -> None:
-        bound = self.WIDTH**-0.5
-        with torch.no_grad():
-            self.taps.uniform_(-bound, bound, generator=generator("taps"))
-
-    def initial_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> State:
-        return {"past": torch.zeros(batch, self.WIDTH - 1, self.bias.shape[0], device=device, dtype=dtype)}
-
-    def forward(self, x_BTD: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        past = self.initial_state(len(x_BTD), x_BTD.device, x_BTD.dtype)["past"] if state is None else state["past"]
-        seen = torch.cat([past, x_BTD], dim=1)
-        n = x_BTD.shape[1]
-        mixed_BTD = self.bias + sum(self.taps[lag] * seen[:, lag : lag + n] for lag in range(self.WIDTH))
-        return mixed_BTD * self.project(x_BTD) + x_BTD, {"past": seen[:, n:]}
-
-    def step(self, x_BD: Tensor, state: State) -> tuple[Tensor, State]:
-        y_BTD, state = self(x_BD[:, None], state)
-        return y_BTD[:, 0], state
-
-
-class Layer(nn.Module):
-    """A mixer and, unless there is none, an mlp, each with its norm."""
-
-    def __init__(self, d_model: int, mixer: Any, mlp: nn.Module | None, norm: str) -> None:
-        super().__init__()
-        self.pre = norm == "pre"
-        self.mixer_norm, self.mixer = nn.LayerNorm(d_model), mixer
-        self.mlp = mlp
-        self.mlp_norm = nn.LayerNorm(d_model) if mlp is not None else None
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        if self.mlp is None:
-            return x
-        assert self.mlp_norm is not None
-        return x + self.mlp(self.mlp_norm(x)) if self.pre else self.mlp_norm(x + self.mlp(x))
-
-    def forward(self, x_BTD: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        if self.pre:
-            y_BTD, state = self.mixer(self.mixer_norm(x_BTD), state)
-            return self._mlp(x_BTD + y_BTD), state
-        y_BTD, state = self.mixer(x_BTD, state)
-        return self._mlp(self.mixer_norm(x_BTD + y_BTD)), state
-
-    def step(self, x_BD: Tensor, state: State) -> tuple[Tensor, State]:
-        if self.pre:
-            y_BD, state = self.mixer.step(self.mixer_norm(x_BD), state)
-            return self._mlp(x_BD + y_BD), state
-        y_BD, state = self.mixer.step(x_BD, state)
-        return self._mlp(self.mixer_norm(x_BD + y_BD)), state
-
-
 class Model(nn.Module):
     """The language model shell.
 
@@ -201,8 +140,10 @@ class Model(nn.Module):
         lobe: side memory beside each layer
         block: how sub-blocks join the stream; pre_norm is the plain residual
         norm: pre = x + f(norm(x)), post = norm(x + f(x))
-        layers: kinds of mixer from the first layer on, repeated until n_layers; none = every layer is the mechanism
-        position: learned = a table added to the embeddings, rope = rotary inside softmax attention
+        layers: mixers from the first layer on, repeated until n_layers: mechanism, base_conv, or any mechanism, with
+            its defaults by name or with settings as {name: sliding_window, window: 64}; none = all are the mechanism
+        position: learned = a table added to the embeddings, rope = rotary in every mixer, which attention alone allows;
+            a layer of its own may differ: {name: softmax, position: rope}
         short_conv: depthwise convolution of width 4 before q, k and v
         kernels: auto = Triton on a card where an op has it, chunked torch elsewhere; reference is the serial recurrence
         tied: the head is the embedding, transposed
@@ -225,7 +166,7 @@ class Model(nn.Module):
         lobe: Literal["none", "causal"] = "none",
         block: Literal["pre_norm", "hyper_link"] = "pre_norm",
         norm: Literal["pre", "post"] = "pre",
-        layers: list[Literal["mechanism", "base_conv"]] | None = None,
+        layers: list[str | dict[str, Any]] | None = None,
         position: Literal["none", "learned", "rope"] = "none",
         short_conv: bool = True,
         kernels: Literal["auto", "chunked", "reference"] = "auto",
@@ -239,11 +180,10 @@ class Model(nn.Module):
         n_heads, head_dim = _heads(d_model, n_heads, head_dim)
         self.vocab_size, self.seq_len, self.d_model = vocab_size, seq_len, d_model
         shape = Shape(d_model, n_heads, head_dim, seq_len, short_conv, position, kernels)
-        kinds = _kinds(layers, n_layers)
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.positions = nn.Parameter(torch.zeros(seq_len, d_model)) if position == "learned" else None
         self.layers = nn.ModuleList(
-            Layer(d_model, _mixer(kind, mechanism, shape), _mlp(mlp, d_model), norm) for kind in kinds
+            Layer(d_model, mixer, _mlp(mlp, d_model), norm) for mixer in _mixers(layers, n_layers, mechanism, shape)
         )
         self.norm = nn.LayerNorm(d_model) if norm == "pre" else nn.Identity()
         self.head = None if tied else nn.Linear(d_model, vocab_size, bias=False)
@@ -385,20 +325,21 @@ def _heads(d_model: int, n_heads: int | None, head_dim: int | None) -> tuple[int
     return n_heads, head_dim
 
 
-def _kinds(layers: Sequence[str] | None, n_layers: int) -> list[str]:
-    known = ("mechanism", "base_conv")
-    for kind in layers or ():
-        if kind not in known:
-            raise UserError(f"model.layers holds {kind!r}; a layer is one of {', '.join(known)}")
+def _mixers(layers: Layers | None, n_layers: int, mechanism: dict[str, Any], shape: Shape) -> list[nn.Module]:
     given = layers or ["mechanism"]
-    return [given[number % len(given)] for number in range(n_layers)]
+    return [_mixer(given[number % len(given)], mechanism, shape) for number in range(n_layers)]
 
 
-def _mixer(kind: str, mechanism: dict[str, Any], shape: Shape) -> nn.Module:
-    if kind == "base_conv":
+def _mixer(entry: str | dict[str, Any], mechanism: dict[str, Any], shape: Shape) -> nn.Module:
+    name, settings = _named(entry)
+    if name == "base_conv":
         return BaseConv(shape.d_model)
-    settings = {key: value for key, value in mechanism.items() if key != "name"}
-    return mechanisms.get(mechanism["name"])(shape, **settings)
+    if name == "mechanism":
+        name, settings = _named(mechanism)
+    elif name not in mechanisms.names():
+        raise UserError(f"model.layers holds {name!r}; a layer is one of {', '.join([*LAYER, *mechanisms.names()])}")
+    shape = dataclasses.replace(shape, position=settings.pop("position", shape.position))
+    return mechanisms.get(name)(shape, **settings)
 
 
 def _mlp(block: str | dict[str, Any] | None, d_model: int) -> nn.Module | None:

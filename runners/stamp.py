@@ -39,7 +39,7 @@ def stamp(trial: Trial, device: str) -> dict[str, Any]:
         "triton": version("triton"),
         "device": device_name(device),
         "dtype": (trial.train or {}).get("dtype", "fp32"),
-        "fingerprint": fingerprint(trial.mechanism["name"], trial.task["name"]),
+        "fingerprint": fingerprint(*uses(trial)),
     }
 
 
@@ -98,10 +98,18 @@ def device_name(device: str) -> str:
     return found[1].strip() if found else platform.machine()
 
 
+def uses(trial: Trial) -> tuple[str, ...]:
+    """Mechanism and task of a trial, and the mechanisms that layers of its model name beside them."""
+    entries = [entry if isinstance(entry, str) else entry["name"] for entry in trial.model.get("layers") or ()]
+    others = {name for name in entries if _source(f"mechanisms.{name}") is not None}
+    return (trial.mechanism["name"], trial.task["name"], *sorted(others))
+
+
 @functools.cache
-def fingerprint(mechanism: str, task: str) -> str:
-    """16 hex digits over the sources that training `mechanism` on `task` imports from our rooms."""
-    found = _sources(mechanism, task)
+def fingerprint(mechanism: str, task: str, *others: str) -> str:
+    """16 hex digits over the sources that training `mechanism`, and `others` in its layers, on `task` imports from our
+    rooms."""
+    found = _sources(mechanism, task, *others)
     total = hashlib.sha256()
     for name in sorted(found):
         total.update(name.encode() + b"\0" + found[name].read_bytes() + b"\0")
@@ -109,9 +117,9 @@ def fingerprint(mechanism: str, task: str) -> str:
 
 
 @functools.cache
-def code(mechanism: str, task: str) -> dict[str, str]:
+def code(mechanism: str, task: str, *others: str) -> dict[str, str]:
     """The files behind `fingerprint`, as `mechanisms/hola.py`, and 12 hex digits of each one's SHA-256."""
-    found = _sources(mechanism, task)
+    found = _sources(mechanism, task, *others)
     names = {_named(module.split(".")[0], path): path for module, path in found.items()}
     return {name: hashlib.sha256(names[name].read_bytes()).hexdigest()[:12] for name in sorted(names)}
 
@@ -121,14 +129,14 @@ def _named(first: str, path: Path) -> str:
     return f"{first}/{path.relative_to(room(first)).as_posix()}"
 
 
-def _sources(mechanism: str, task: str) -> dict[str, Path]:
-    """Modules that training `mechanism` on `task` imports from our rooms, and their files."""
+def _sources(mechanism: str, task: str, *others: str) -> dict[str, Path]:
+    """Modules that training `mechanism` and `others` on `task` imports from our rooms, and their files."""
     found: dict[str, Path] = {}
     for start in (
         "runners.train",
         "runners.evaluate",
         "runners.model",
-        f"mechanisms.{mechanism}",
+        *(f"mechanisms.{name}" for name in (mechanism, *others)),
         f"runners.tasks.{task}",
     ):
         _collect(start, found)

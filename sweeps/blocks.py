@@ -39,7 +39,7 @@ class Raw:
     """Paths whose values do not fit, which is told: the parameter is given all the same."""
     forms: dict[str, Form] = field(default_factory=dict)
     settled: dict[tuple[Any, ...], Resolved] = field(default_factory=dict)
-    changed: dict[tuple[int, ...], Raw | None] = field(default_factory=dict)
+    changed: dict[tuple[Any, ...], Raw | None] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

@@ -7,8 +7,9 @@ importing would take seconds, because every such file imports torch.
 Literals: REVISION, STATE, CACHE, PARAMS (parameters of a mixer, or of the parts of the model), LIMITS, INERT (when a
 parameter has no effect), CAPS (a value above this one acts as this one; in order, each formula reads what is capped
 before it), SAME_AS (mechanisms), METRICS, BOUNDS, CHANCE, SELECT, TRAINS, LABELS (labelled positions of a row) (tasks),
-BLOCKS, NOT_YET, SAME_STREAMS (parameters that change neither training rows nor initial weights) (model), OWNERS
-(parameters of which at most one is given, the others follow), DERIVED (what a parameter that is none stands for).
+BLOCKS, LAYER (what a layer may be besides a mechanism), NOT_YET, SAME_STREAMS (parameters that change neither training
+rows nor initial weights) (model), OWNERS (parameters of which at most one is given, the others follow), DERIVED (what a
+parameter that is none stands for).
 """
 
 from __future__ import annotations

@@ -11,14 +11,14 @@ Everything is worked out once for each different combination of blocks, not once
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from runners.schema import Trial, UserError
-from sweeps import formula
+from sweeps import formula, layers
 from sweeps.blocks import longest_row
-from sweeps.catalog import Catalog, with_derived
+from sweeps.catalog import Block, Catalog, with_derived
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +104,20 @@ class Analyst:
     def _n_params(self, trial: Trial, env: Mapping[str, Any]) -> int | None:
         """Parameters of the whole model; None where a file does not say how to count them."""
         parts = self.catalog.block("model").literals.get("PARAMS", {})
-        mixer = self.catalog.block("mechanism", trial.mechanism["name"]).literals.get("PARAMS")
         mlp = trial.model.get("mlp")
         mlp = {"name": mlp} if isinstance(mlp, str) else mlp or {"name": "none"}
         n_layers = env.get("n_layers") or 1
-        kinds = env.get("layers") or ["mechanism"]
-        placed = [kinds[number % len(kinds)] for number in range(n_layers)]
         try:
             total = formula.evaluate(parts["shell"], env) + n_layers * formula.evaluate(parts["layer"], env)
-            total += placed.count("mechanism") * formula.evaluate(mixer or "", env) if "mechanism" in placed else 0
-            total += placed.count("base_conv") * formula.evaluate(parts["base_conv"], env)
+            total += sum(layers.n_params(name, block, values, parts) for name, block, values in self._placed(env))
             if mlp["name"] != "none":
                 total += n_layers * formula.evaluate(parts[mlp["name"]], {**env, "width": mlp.get("width")})
         except (KeyError, UserError, ValueError):
             return None
         return int(total)
+
+    def _placed(self, env: Mapping[str, Any]) -> Iterator[tuple[str, Block | None, Any]]:
+        return layers.placed(self.catalog, self.catalog.block("mechanism", env["name"]), env)
 
     def _steps(self, trial: Trial, rows: int | None, length: int | None, n_params: int) -> int | None:
         """Updates, from whichever unit is given; those of `epochs` need the number of rows a task has."""
@@ -142,12 +141,11 @@ class Analyst:
         vocab, width, length = (env.get(name) or 0 for name in ("vocab_size", "d_model", "seq_len"))
         labels = self._labels(env, length)
         tables = vocab * width * (1 if env.get("tied") else 2)
-        block = self.catalog.block("mechanism", env["name"])
         try:
-            state, cache = block.state_elements(env)
+            sizes = [layers.state_elements(block, values) for _, block, values in self._placed(env)]
         except UserError:
-            state = cache = 0
-        mixing = (env.get("n_layers") or 1) * (4 * state + cache)
+            sizes = []
+        mixing = sum(4 * state + cache for state, cache in sizes)
         return 2 * max(0, n_params - tables) + 2 * vocab * width * labels / max(1, length) + mixing
 
     def _labels(self, env: Mapping[str, Any], length: int) -> int:

@@ -373,4 +373,6 @@ def _word(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return "+".join(map(_word, value))
+    if isinstance(value, dict) and "name" in value:
+        return ":".join([value["name"], *(f"{key}-{_word(v)}" for key, v in value.items() if key != "name")])
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -11,7 +11,7 @@ from typing import Any
 from sweeps.catalog import Block, Catalog, Param
 from sweeps.sections import DISTRIBUTIONS, GENERATORS, SECTIONS
 from sweeps.spec import KEYS
-from sweeps.types import Type, show
+from sweeps.types import NAMED, Type, show
 
 Schema = dict[str, Any]
 SCALARS = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "dict": "object"}
@@ -91,7 +91,8 @@ def _form() -> Schema:
 
 def _type(type_: Type) -> Schema:
     if type_.item is not None:
-        item = {"enum": list(type_.choices)} if type_.choices else {"type": SCALARS[type_.item]}
+        kinds = ["string", "object"] if type_.item == NAMED else SCALARS[type_.item]
+        item = {"enum": list(type_.choices)} if type_.choices else {"type": kinds}
         found: list[Schema] = [{"type": "array", "items": item}]
     else:
         found = [{"type": SCALARS[name]} for name in type_.scalars]

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from runners.schema import UserError, canonical_json
+from sweeps import layers
 from sweeps.blocks import Form, Raw, Resolved
 from sweeps.catalog import REQUIRED, Block, Catalog, Param, with_derived
 from sweeps.patch import is_form
 from sweeps.reader import Mark, Node, Problems, near
 from sweeps.rules import Rules
 from sweeps.spec import Written, head
-from sweeps.types import Misfit, show
+from sweeps.types import NAMED, Misfit, show
 
 MATCH_LIMIT = 1 << 24
 """The largest value that `match` tries."""
@@ -31,7 +33,7 @@ class Resolver:
 
     def __init__(self, catalog: Catalog, problems: Problems, origin: Mark) -> None:
         self.catalog, self.problems, self.origin = catalog, problems, origin
-        self.rules = Rules(problems, origin)
+        self.rules = Rules(catalog, problems, origin)
         self._typed: dict[tuple[int, int], Any] = {}
         self._misfits: set[tuple[int, int]] = set()
         self._keep: list[Any] = []  # ids below are of objects that must not go away
@@ -115,11 +117,13 @@ class Resolver:
                 self._typed[memo] = self._form(path, node, param) if is_form(node) else self._convert(node, param)
             except Misfit as error:
                 self._misfits.add(memo)
-                self.problems.add(node.mark, f"{path}: {error}")
+                self.problems.add(error.args[1] if len(error.args) > 1 else node.mark, f"{path}: {error}")
         return self._typed[memo]
 
     def _convert(self, node: Node, param: Param) -> Any:
         value = param.type.convert(node)
+        if param.type.item == NAMED and value is not None:
+            return layers.read(node, self.catalog.block("model"), self.catalog)
         if param.keys is None or value is None:
             return value
         entries = []
@@ -224,6 +228,7 @@ class Resolver:
 
     def settle(self, raws: Mapping[str, Raw]) -> dict[str, Resolved] | None:
         """Decide every setting of a trial's blocks; None if a form has no value (which is told)."""
+        raws = self._placed(raws)
         found: dict[str, Resolved] = {}
         for kind, raw in raws.items():
             if raw.forms or () not in raw.settled:
@@ -246,6 +251,23 @@ class Resolver:
                 raw.settled[own] = self._resolve(raw, dict(zip(raw.forms, own, strict=True)))
             found[kind] = raw.settled[own]
         return found
+
+    @staticmethod
+    def _placed(raws: Mapping[str, Raw]) -> Mapping[str, Raw]:
+        """Blocks with the layers as this mechanism has them (`layers.settled`)."""
+        model, mechanism = raws.get("model"), raws.get("mechanism")
+        given = model.values.get("model.layers") if model is not None else None
+        if model is None or mechanism is None or given is None or model.block.params["layers"].type.item != NAMED:
+            return raws
+        found = layers.settled(given, mechanism.block.name, model.values.get("model.position", "none"))
+        if found == given:
+            return raws
+        memo = ("layers", mechanism.block.name)
+        if memo not in model.changed:
+            values = {**model.values, "model.layers": found}
+            model.changed[memo] = replace(model, values=values, settled={}, changed={})
+        changed = model.changed[memo]
+        return {**raws, "model": changed} if changed is not None else raws
 
     def _settle_forms(self, raws: Mapping[str, Raw], forms: Mapping[str, Form]) -> dict[str, Any]:
         done: dict[str, Any] = {}
@@ -369,7 +391,8 @@ class Resolver:
             if name not in block.owned:
                 settings[name] = env[name]
             if settings[name] != param.default and not self._is_derived(block, name, settings):
-                minimal[name] = settings[name]
+                is_named = param.type.item == NAMED and settings[name] is not None
+                minimal[name] = layers.identity(settings[name], self.catalog) if is_named else settings[name]
         return Resolved(raw, settings, flat, env, canonical_json(minimal))
 
     @staticmethod

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from runners.schema import UserError
-from sweeps import formula
+from sweeps import formula, layers
 from sweeps.blocks import Resolved, environment
+from sweeps.catalog import Block, Catalog
 from sweeps.reader import Mark, Problems
 from sweeps.types import show
 
@@ -15,8 +16,8 @@ from sweeps.types import show
 class Rules:
     """Checks blocks, each combination once; what is broken is told where its values are written."""
 
-    def __init__(self, problems: Problems, origin: Mark) -> None:
-        self.problems, self.origin = problems, origin
+    def __init__(self, catalog: Catalog, problems: Problems, origin: Mark) -> None:
+        self.catalog, self.problems, self.origin = catalog, problems, origin
         # Keyed by the blocks' ids: their `Raw` keeps every settled block alive.
         self._limits: dict[tuple[int, ...], bool] = {}
         self._bytes: dict[tuple[Any, ...], int] = {}
@@ -37,32 +38,38 @@ class Rules:
             broken = [(blocks[kind], *found) for kind in kinds for found in self.broken(blocks, blocks[kind])]
             # What has no value follows from what is broken: d_model % n_heads with n_heads of 0.
             false = [found for found in broken if verdict(found[1], found[2]) is False]
-            for owner, rule, env, in_segment in false or broken:
-                self._tell(owner, rule, env, blocks, in_segment)
+            for owner, rule, env, inside in false or broken:
+                self._tell(owner, rule, env, blocks, inside)
             self._limits[memo] = not broken
         return self._limits[memo]
 
-    @staticmethod
-    def broken(blocks: Mapping[str, Resolved], owner: Resolved) -> Iterator[tuple[str, dict[str, Any], bool]]:
-        """The rules of `owner` that a trial breaks; a training mixture's segments each have to keep the task's."""
+    def broken(self, blocks: Mapping[str, Resolved], owner: Resolved) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """The rules of `owner` that a trial breaks, with the values they read and what inside the block breaks them:
+        `segments` of a training mixture each have to keep the task's rules, layers of their own their mechanism's."""
         outer = environment(blocks) if owner.block.outer_limits else {}
         for part in [{}, *(owner.env.get("segments") or [])]:
             env = {**outer, **owner.env, **part}
-            if not formula.all_hold(owner.block.limits, env):
-                yield from ((rule, env, bool(part)) for rule in owner.block.limits if not verdict(rule, env))
+            yield from ((rule, env, "segments" if part else "") for rule in _broken(owner.block, env))
+        if owner.block.kind == "model" and owner.env.get("layers"):
+            mechanism = blocks["mechanism"].block
+            for name, block, env in layers.placed(self.catalog, mechanism, environment(blocks)):
+                if block is not None and name != "mechanism":
+                    yield from ((rule, env, name) for rule in _broken(block, env))
 
     def _tell(
-        self, owner: Resolved, rule: str, env: Mapping[str, Any], blocks: Mapping[str, Resolved], in_segment: bool
+        self, owner: Resolved, rule: str, env: Mapping[str, Any], blocks: Mapping[str, Resolved], inside: str
     ) -> None:
         names = formula.names(rule)
         raws = [owner.raw, *(block.raw for block in blocks.values() if block is not owner)]
         marks = [(m in raw.late, raw.marks[m]) for raw in raws for m in raw.marks if m.rpartition(".")[2] in names]
         marks = [(late, mark) for late, mark in marks if late] or marks
-        if in_segment and "task.segments" in owner.raw.marks:
-            marks = [(True, owner.raw.marks["task.segments"])]
+        title, own = owner.block.title, f"task.{inside}" if inside == "segments" else "model.layers"
+        if inside and own in owner.raw.marks:
+            marks = [(True, owner.raw.marks[own])]
+            title = title if inside == "segments" else f"mechanism {inside} in model.layers"
         where = max(marks, key=lambda m: (m[1].line, m[1].column))[1] if marks else owner.raw.keys.get(owner.raw.kind)
         values = ", ".join(f"{name} is {show(env.get(name))}" for name in sorted(names))
-        self.problems.add(where or self.origin, f"{owner.block.title} wants {rule}: here {values}")
+        self.problems.add(where or self.origin, f"{title} wants {rule}: here {values}")
 
     def state_bytes(self, blocks: Mapping[str, Resolved]) -> int:
         """Bytes that decoding carries for one sequence of the trial's length, all layers."""
@@ -72,18 +79,18 @@ class Rules:
             self._bytes[memo] = self.size(blocks)
         return self._bytes[memo]
 
-    @staticmethod
-    def size(blocks: Mapping[str, Resolved]) -> int:
+    def size(self, blocks: Mapping[str, Resolved]) -> int:
         """The same for blocks that are tried out and not kept."""
-        env = environment(blocks)
-        train, model = blocks.get("train"), blocks["model"].env
+        train = blocks.get("train")
         width = 2 if train is not None and train.env.get("dtype") == "bf16" else 4
-        state, cache = blocks["mechanism"].block.state_elements(env)
-        n_layers = model.get("n_layers") or 1
-        kinds = model.get("layers") or ["mechanism"]
-        placed = [kinds[number % len(kinds)] for number in range(n_layers)]
-        n_mixers = placed.count("mechanism")
-        return n_mixers * (4 * state + width * cache) + placed.count("base_conv") * 2 * env.get("d_model", 0) * width
+        placed = layers.placed(self.catalog, blocks["mechanism"].block, environment(blocks))
+        sizes = [layers.state_elements(block, values) for _, block, values in placed]
+        return sum(4 * state + width * cache for state, cache in sizes)
+
+
+def _broken(block: Block, env: Mapping[str, Any]) -> Iterator[str]:
+    if not formula.all_hold(block.limits, env):
+        yield from (rule for rule in block.limits if not verdict(rule, env))
 
 
 def verdict(rule: str, env: Mapping[str, Any]) -> bool | None:

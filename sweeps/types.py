@@ -1,7 +1,8 @@
 """The types of YAML parameters: what an annotation accepts, and how a value that does not fit is told.
 
-Annotations: int, float, bool, str, Literal[...], list[int | float | str | dict | Literal[...]], a dict, and `|`. A
-parameter takes one value or a list, never both, so that a list can be read without guessing.
+Annotations: int, float, bool, str, Literal[...], list[int | float | str | dict | Literal[...]], a dict, and `|`; and
+list[str | dict], which holds names, bare or as mappings with settings. A parameter takes one value or a list, never
+both, so that a list can be read without guessing.
 """
 
 from __future__ import annotations
@@ -13,9 +14,18 @@ from typing import Any
 from runners import syntax
 from sweeps.reader import Node, near
 
+NAMED = "named"
+"""Items of a list whose entries are names, bare or as mappings with settings."""
+
 
 class Misfit(ValueError):
-    """A value that its type does not accept; the text says what was given and what would be accepted."""
+    """A value that its type does not accept; the text says what was given and what would be accepted.
+
+    A second argument is where that stands, if not at the value as a whole: a `Mark`.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,7 @@ class Type:
     def __str__(self) -> str:
         words = [*self.scalars, *(str(c) for c in self.choices)]
         if self.item:
-            words = [f"list of {' | '.join(words) or self.item}"]
+            words = [f"list of {' | '.join(words) or ('names' if self.item == NAMED else self.item)}"]
         return " | ".join([*words, "none"] if self.optional else words)
 
     def convert(self, node: Node) -> Any:
@@ -64,6 +74,8 @@ class Type:
             raise Misfit(f"{show(node.value)} is not a list (wanted: {self}); write [{show(node.value)}]")
         if self.item == "dict":
             return [self._dict(child) for child in node.value]
+        if self.item == NAMED:
+            return [self._named(child) for child in node.value]
         for child in node.value:
             if child.is_list or child.is_map:
                 raise Misfit(f"a {'list' if child.is_list else 'mapping'} inside the list (wanted: {self})")
@@ -72,6 +84,11 @@ class Type:
     def _dict(self, node: Node) -> dict[str, Any]:
         if not node.is_map:
             raise Misfit(f"{show(node.value)} is not a mapping (wanted: {self})")
+        return node.plain()
+
+    def _named(self, node: Node) -> Any:
+        if not isinstance(node.value, str) and not node.is_map:
+            raise Misfit(f"{show(node.plain())} is no name, and no mapping with one (wanted: {self})", node.mark)
         return node.plain()
 
     def _scalar(self, value: Any, scalars: tuple[str, ...]) -> Any:
@@ -158,6 +175,10 @@ def _item(node: ast.expr) -> tuple[str, list[Any]]:
     """The type of a list's items, and the values it is limited to, if it is."""
     if isinstance(node, ast.Tuple):
         node = node.elts[0]
+    if isinstance(node, ast.BinOp):
+        if [_item(part)[0] for part in _union(node)] == ["str", "dict"]:
+            return NAMED, []
+        raise ValueError(f"list[{ast.unparse(node)}] is no type of a parameter")
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal":
         return "str", _choices(node.slice)
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from spec_tools import BASE, FAKE, plan, problems
 
 from runners import model as models
@@ -30,6 +31,7 @@ MODELS = {
     "gated mlp": "{model.mlp: swiglu, model.n_layers: 3}",
     "gated mlp of a width": "{model.mlp: {name: swiglu, width: 40}}",
     "some convolutions": "{model.layers: [base_conv, mechanism], model.n_layers: 4}",
+    "a hybrid": "{model.layers: [mechanism, base_conv, {name: gsa, slots: 9}, softmax], model.n_layers: 5}",
 }
 
 
@@ -63,6 +65,21 @@ def test_parameters_are_those_of_the_built_model(name: str, tmp_path: Path) -> N
             assert Analyst(CATALOG, costs.CPU).work(trial).n_params == count(trial), (own, around)
             tried += 1
     assert tried >= len(MODELS)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_hybrids_state_is_that_of_its_layers(dtype: str, tmp_path: Path) -> None:
+    layers = "[mechanism, base_conv, {name: sliding_window, window: 9}, {name: gsa, slots: 9}, softmax]"
+    text = f"{MQAR}mechanism: {{name: gla}}\nmodel.layers: {layers}\nmodel.n_layers: 6\ntrain.dtype: {dtype}\n"
+    member = plan(text, tmp_path, catalog=CATALOG).members[0]
+    mixers = [layer.mixer for layer in models.build(member.trial).layers]
+    width = torch.bfloat16 if dtype == "bf16" else torch.float32
+    counted = 0
+    for mixer in mixers:  # attention's caches are empty at the start, so the state after a whole sequence counts
+        kinds = {key: x.dtype for key, x in mixer.initial_state(1, torch.device("cpu"), width).items()}
+        state = mixer(torch.zeros(1, 64, 32))[1]
+        counted += sum(x.numel() * kinds[key].itemsize for key, x in state.items())
+    assert member.state_bytes == counted
 
 
 @pytest.mark.parametrize(

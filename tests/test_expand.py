@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +15,7 @@ from spec_tools import BASE, plan, values
 
 from runners.schema import Plan, UserError
 from sweeps import sections
+from sweeps.catalog import Catalog
 from sweeps.plan import not_there_yet, select
 from sweeps.reader import Problems, SpecError, read_text
 
@@ -47,6 +49,57 @@ def test_a_full_path_in_an_item_holds_for_that_item_only(tmp_path: Path) -> None
     text = "axes: {mechanism: [{name: softmax, model.position: rope, train.lr: [1e-3, 1e-2]}, linear]}"
     found = plan(BASE + text, tmp_path)
     assert values(found, "model.position", "train.lr") == [("rope", 1e-3), ("rope", 1e-2), ("none", 1e-3)]
+
+
+HYBRID = """
+sweep: hybrid
+task: {name: mqar, vocab_size: 128}
+model: {n_layers: 3, d_model: 32}
+train: {steps: 10, batch_size: 4}
+mechanism: {name: raven, slots: 8, top_k: 2}
+"""
+
+
+def test_layers_are_one_thing_however_they_are_written(tmp_path: Path) -> None:
+    def one(layers: str) -> tuple[str, Any]:
+        (member,) = plan(f"{HYBRID}model.layers: {layers}", tmp_path, catalog=Catalog()).members
+        return member.trial.id, member.trial.model["layers"]
+
+    short = one("[mechanism, mechanism, softmax]")
+    assert short[1] == ["mechanism", "mechanism", "softmax"]
+    for same in (
+        "[raven, raven, softmax]",
+        "[{name: raven}, raven, {name: softmax}]",
+        "[{name: mechanism}, mechanism, softmax]",
+    ):
+        assert one(same) == short
+    assert one("[mechanism, mechanism, {name: softmax, position: none}]") == short
+    own = one("[mechanism, raven, {name: raven, slots: 32}]")
+    assert own[1] == ["mechanism", "raven", {"name": "raven", "slots": 32}]
+    window = one("[mechanism, {name: sliding_window, window: 16}]")
+    assert window == one("[mechanism, sliding_window]")
+    assert len({short[0], own[0], window[0], one("[mechanism, {name: sliding_window, window: 8}]")[0]}) == 4
+
+
+def test_a_layers_revision_is_part_of_the_id(tmp_path: Path) -> None:
+    text = HYBRID + "model.layers: [mechanism, mechanism, softmax]"
+    catalog = Catalog()
+    before = plan(text, tmp_path, catalog=catalog).members[0].trial.id
+    catalog.block("mechanism", "softmax").literals["REVISION"] = 2
+    assert plan(text, tmp_path, catalog=catalog).members[0].trial.id != before
+
+
+def test_layers_are_an_axis_whose_cells_have_readable_names(tmp_path: Path) -> None:
+    text = (
+        HYBRID
+        + "axes: {model.layers: [[mechanism], [mechanism, softmax], [mechanism, {name: sliding_window, window: 4}]]}"
+    )
+    names = [member.cell for member in plan(text, tmp_path, catalog=Catalog()).members]
+    assert names == [
+        "raven/layers-mechanism",
+        "raven/layers-mechanism+softmax",
+        "raven/layers-mechanism+sliding_window:window-4",
+    ]
 
 
 def test_a_list_parameter_takes_a_list_as_its_value_and_a_list_of_lists_as_an_axis(tmp_path: Path) -> None:

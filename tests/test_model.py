@@ -183,6 +183,43 @@ def test_layers_repeat() -> None:
     assert kinds == ["BaseConv", "Mixer", "BaseConv", "Mixer"]
 
 
+def test_a_hybrid_gives_each_layer_its_own_mixer_settings_and_positions() -> None:
+    layers = ["mechanism", "base_conv", {"name": "sliding_window", "window": 5, "position": "rope"}, "softmax"]
+    model = models.build(trial(mechanism={"name": "gated_deltanet", "expand_v": 2}, n_layers=5, layers=layers))
+    mixers = [layer.mixer for layer in model.layers]
+    kinds = [type(mixer).__module__.rpartition(".")[2] for mixer in mixers]
+    assert kinds == ["gated_deltanet", "layers", "sliding_window", "softmax", "gated_deltanet"]
+    assert [mixers[at].shape.position for at in (0, 2, 3)] == ["none", "rope", "none"]  # attention has none: NoPE
+    assert mixers[2].window == 5
+    assert mixers[0].project.sizes == mixers[4].project.sizes == [16, 16, 32]
+
+
+HYBRID = ["mechanism", {"name": "sliding_window", "window": 5}, "softmax"]
+
+
+@pytest.mark.parametrize("position", ["none", "learned"])
+def test_a_hybrid_decodes_as_it_reads(position: str) -> None:
+    layers = [*HYBRID, {"name": "softmax", "position": "rope"}]
+    model = models.build(
+        trial(mechanism={"name": "raven", "slots": 8, "top_k": 2}, n_layers=4, layers=layers, position=position)
+    )
+    model = model.double().eval()
+    tokens_BT = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(2))
+    whole_BTV = model(tokens_BT)
+    logits, state = model.prefill(tokens_BT[:, :9])
+    torch.testing.assert_close(logits, whole_BTV[:, 8], rtol=1e-10, atol=1e-10)
+    for t in range(9, 24):
+        logits, state = model.step(tokens_BT[:, t], state)
+        torch.testing.assert_close(logits, whole_BTV[:, t], rtol=1e-10, atol=1e-10)
+
+
+def test_arms_share_the_weights_of_a_hybrids_other_layers() -> None:
+    a, b = (weights(trial(mechanism={"name": name}, n_layers=3, layers=HYBRID)) for name in ("linear", "deltanet"))
+    shared = [name for name in a if name.startswith(("layers.1.", "layers.2.", "embedding"))]
+    assert len(shared) > 20
+    assert all(torch.equal(a[name], b[name]) for name in shared)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -190,7 +227,7 @@ def test_layers_repeat() -> None:
         ({"lobe": "causal"}, "model.lobe: 'causal' is not there yet"),
         ({"moe": {"name": "moe", "experts": 4}}, "model.moe: 'moe' is not there yet"),
         ({"causal": False}, "model.causal: False is not there yet"),
-        ({"layers": ["conv"]}, "a layer is one of mechanism, base_conv"),
+        ({"layers": ["conv"]}, "a layer is one of mechanism, base_conv, abc"),
         ({"mlp": "relu"}, "'relu' is none of none, gelu, swiglu"),
         ({"n_heads": 3}, "d_model 16 is not n_heads 3 times head_dim 5"),
     ],
