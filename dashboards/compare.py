@@ -18,7 +18,6 @@ from dashboards import stats, tuning
 from dashboards.table import COMPARED_STAMPS, Results, chance
 from dashboards.tuning import UNTUNED, Tuning
 from runners.schema import Member, Pair, Plan, Status, Test
-from runners.stamp import uses
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ class _Scorer:
         for trial in trials:
             stamp, settings = self.results.stamps.get(trial, {}), self.members[trial][0].trial
             for name in COMPARED_STAMPS:
-                owner = uses(settings) if name == "fingerprint" else ()
+                owner = settings.uses if name == "fingerprint" else ()
                 if seen.setdefault((name, *owner), stamp.get(name)) != stamp.get(name):
                     return True
         return len(set(self.results.shared_code(trials).values())) > 1

@@ -11,7 +11,6 @@ from dashboards.labels import Labels, bytes_text, counted, effect_text, listed, 
 from dashboards.stats import Verdict
 from dashboards.table import COMPARED_STAMPS, Results
 from runners.schema import Plan, Status
-from runners.stamp import uses
 
 DESCRIBED = 6
 """How many arms the descriptive sentence lists."""
@@ -172,7 +171,7 @@ def stamps_that_differ(plan: Plan, results: Results) -> dict[str, dict[str, int]
     for trial in {member.trial.id: member.trial for member in plan.members}.values():
         stamp = results.stamps.get(trial.id, {})
         for name in COMPARED_STAMPS if stamp else ():
-            mechanism, task, *others = uses(trial)
+            mechanism, task, *others = trial.uses
             field = f"{name} of {' with '.join([mechanism, *others])} on {task}" if name == "fingerprint" else name
             value = str(stamp.get(name))
             counts.setdefault(field, {})[value] = counts.get(field, {}).get(value, 0) + 1

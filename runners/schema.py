@@ -139,6 +139,12 @@ class Trial:
     model: dict[str, Any]
     train: dict[str, Any] | None
 
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Names of the mechanism and the task, and of whatever layers of the model hold beside the mechanism."""
+        entries = [entry if isinstance(entry, str) else entry["name"] for entry in self.model.get("layers") or ()]
+        return (self.mechanism["name"], self.task["name"], *sorted(set(entries) - {"mechanism"}))
+
     def settings(self) -> dict[str, Any]:
         """The trial as plain JSON values: the content of its `settings.json`."""
         return {"id": self.id, "seed": self.seed, **{block: getattr(self, block) for block in BLOCKS}}

@@ -9,7 +9,7 @@ from typing import Any
 
 from runners import checkpoints
 from runners.schema import Trial
-from runners.stamp import code, fingerprint, uses
+from runners.stamp import code, fingerprint
 from runners.store import Store, read_json
 
 CODE_FILE = "code.json"
@@ -20,7 +20,7 @@ _SHOWN = 4
 
 def record(trial: Trial) -> dict[str, Any]:
     """What an attempt notes of its code."""
-    names = uses(trial)
+    names = trial.uses
     return {"fingerprint": fingerprint(*names), "files": code(*names)}
 
 

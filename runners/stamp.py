@@ -39,7 +39,7 @@ def stamp(trial: Trial, device: str) -> dict[str, Any]:
         "triton": version("triton"),
         "device": device_name(device),
         "dtype": (trial.train or {}).get("dtype", "fp32"),
-        "fingerprint": fingerprint(*uses(trial)),
+        "fingerprint": fingerprint(*trial.uses),
     }
 
 
@@ -96,13 +96,6 @@ def device_name(device: str) -> str:
     except OSError:
         found = None
     return found[1].strip() if found else platform.machine()
-
-
-def uses(trial: Trial) -> tuple[str, ...]:
-    """Mechanism and task of a trial, and the mechanisms that layers of its model name beside them."""
-    entries = [entry if isinstance(entry, str) else entry["name"] for entry in trial.model.get("layers") or ()]
-    others = {name for name in entries if _source(f"mechanisms.{name}") is not None}
-    return (trial.mechanism["name"], trial.task["name"], *sorted(others))
 
 
 @functools.cache

@@ -231,6 +231,8 @@ def test_only_the_trials_that_use_a_file_are_told() -> None:
     assert {"mechanisms/hola.py", "mechanisms/_parts.py", "runners/train.py", "runners/tasks/mqar.py"} <= hola.keys()
     assert {"kernels/delta_rule.py", "runners/micro.py"} <= hola.keys()
     assert not {name for name in hola if name.startswith(("sweeps", "dashboards"))}
+    hybrid = stamp.code("hola", "mqar", "base_conv", "softmax")
+    assert hybrid.keys() == hola.keys() | {"mechanisms/softmax.py"}
     noted = stale.record(plans.trial())
     assert noted == {"fingerprint": stamp.fingerprint("softmax", "mqar"), "files": softmax}
 
