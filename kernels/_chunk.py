@@ -47,3 +47,21 @@ def decay_tile(G_NJC: Tensor) -> Tensor:
     """e^{G_i - G_j} for j <= i and 0 above, from cumulative log-decays: masked before the exponential, so never inf."""
     above = torch.ones(G_NJC.shape[-1], G_NJC.shape[-1], dtype=torch.bool, device=G_NJC.device).triu(1)
     return (G_NJC.unsqueeze(-1) - G_NJC.unsqueeze(-2)).masked_fill_(above, -torch.inf).exp_()
+
+
+def channel_scores(q_NJCK: Tensor, k_NJCK: Tensor, G_NJCK: Tensor) -> Tensor:
+    """sum_c q_ic k_jc e^{G_ic - G_jc} for j <= i and 0 above, (N, J, C, C), C a power of two. q may be stacked.
+
+    With a decay for each channel the sum is no product of two matrices, but what the later half of a chunk reads of the
+    earlier is: through the border b between them, G_i - G_b and G_b - G_j, neither of them positive. So it is made of
+    blocks around the diagonal, doubled each round.
+    """
+    P = (q_NJCK * k_NJCK).sum(-1)[..., None, None]  # (N, J, blocks, size, size)
+    while (size := P.shape[-1]) < q_NJCK.shape[-2]:
+        q, k, G = (x.unflatten(-2, (-1, 2, size)) for x in (q_NJCK, k_NJCK, G_NJCK))
+        (earlier_G, later_G), (earlier_P, later_P) = G.unbind(-3), P.unflatten(-3, (-1, 2)).unbind(-3)
+        border = earlier_G[..., -1:, :]
+        later_q, earlier_k = q[..., 1, :, :] * (later_G - border).exp(), k[..., 0, :, :] * (border - earlier_G).exp()
+        above = F.pad(earlier_P, (0, size))
+        P = torch.cat([above, torch.cat([later_q @ earlier_k.mT, later_P], -1)], -2)
+    return P[..., 0, :, :]

@@ -10,9 +10,7 @@ Chunked, with G the cumulative log-decay inside a chunk and P_ij = sum_k q_ik k_
 
     O = (e^G * Q) S + P V       S' = e^{G_C} S + (e^{G_C - G} * K)^T V
 
-No exponent is ever positive. With a decay for each channel the sum is no product of two matrices, but what the later
-half of a chunk reads of the earlier is: through the border between them, G_i - G_b and G_b - G_j. So P is made of
-halves of halves.
+No exponent is ever positive: with a decay for each channel P is made of halves of halves (`channel_scores`).
 
 Letters: B batch, T time, H heads, J = B * H, N chunks, C chunk length, K key width, V value width.
 """
@@ -24,10 +22,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kernels._chunk import G_MIN, chunk_length, decay_tile, from_chunks, repeat_heads, to_chunks
+from kernels._chunk import G_MIN, channel_scores, chunk_length, decay_tile, from_chunks, repeat_heads, to_chunks
 from kernels._launch import accumulator, check, full_precision, resolve, triton_unfit
 
 DEN_MIN = 1e-6
@@ -82,7 +79,7 @@ def _chunked(
     else:
         G = to_chunks(g, C).cumsum(2)
         q_in, k_end, kept = q * G.exp(), k * (G[:, :, -1:] - G).exp(), G[:, :, -1].exp()
-        P = _channel_scores(q, k, G) if by_channel else (q @ k.mT) * decay_tile(G.squeeze(-1))
+        P = channel_scores(q, k, G) if by_channel else (q @ k.mT) * decay_tile(G.squeeze(-1))
     num, den = P @ v, P.sum(-1, keepdim=True) if normalize else None
     new_S, new_z = k_end.mT @ v, k_end.sum(2) if normalize else None
     starts, S = _carry(S, new_S, None if kept is None else kept[..., None])
@@ -92,19 +89,6 @@ def _chunked(
         den = from_chunks(_add_read(den, [s if s is None else s[..., None] for s in starts_z], q_in), B, T)
         return from_chunks(num, B, T), den, (S.unflatten(0, (B, H)), z.unflatten(0, (B, H)))
     return from_chunks(num, B, T), None, S.unflatten(0, (B, H))
-
-
-def _channel_scores(q_NJCK: Tensor, k_NJCK: Tensor, G_NJCK: Tensor) -> Tensor:
-    """P with a decay a channel, (N, J, C, C), C a power of two: blocks around the diagonal, doubled each round."""
-    P = (q_NJCK * k_NJCK).sum(-1)[..., None, None]  # (N, J, blocks, size, size)
-    while (size := P.shape[-1]) < q_NJCK.shape[2]:
-        q, k, G = (x.unflatten(2, (-1, 2, size)) for x in (q_NJCK, k_NJCK, G_NJCK))
-        (earlier_G, later_G), (earlier_P, later_P) = G.unbind(3), P.unflatten(2, (-1, 2)).unbind(3)
-        border = earlier_G[..., -1:, :]
-        later_q, earlier_k = q[:, :, :, 1] * (later_G - border).exp(), k[:, :, :, 0] * (border - earlier_G).exp()
-        above = F.pad(earlier_P, (0, size))
-        P = torch.cat([above, torch.cat([later_q @ earlier_k.mT, later_P], -1)], -2)
-    return P[:, :, 0]
 
 
 def _carry(start: Tensor | None, new: Tensor, kept: Tensor | None) -> tuple[list[Tensor | None], Tensor]:

@@ -135,7 +135,7 @@ class DecayGate(nn.Module):
     def __init__(self, shape: Shape, a_max: float, a_min: float = 1e-4) -> None:
         super().__init__()
         self.a_min, self.a_max = a_min, a_max
-        self.proj = nn.Linear(shape.d_model, shape.n_heads, bias=False)
+        self.proj: nn.Module = nn.Linear(shape.d_model, shape.n_heads, bias=False)
         self.A_log = nn.Parameter(torch.zeros(shape.n_heads))
         self.dt_bias = nn.Parameter(torch.full((shape.n_heads,), -4.6))  # softplus(-4.6) = 0.01
 

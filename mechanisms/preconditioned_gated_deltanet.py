@@ -100,6 +100,7 @@ class Mixer(Base):
             initial_state=state["A"] if state else None,
             impl=self.shape.impl,
         )
+        assert isinstance(end, Tensor)  # the pair comes with a normaliser alone
         with torch.autocast(x_BTD.device.type, enabled=False):
             r = (A_BTHK + SMALLEST).log() - self.center
             return k_BTHK * torch.exp(r / (1 + r.abs()) * -self.log_squash), end

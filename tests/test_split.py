@@ -24,7 +24,12 @@ from runners.store import Store, seal, write_json
 from runners.train import Snapshot, batch_rows
 
 UNEVEN = {"batch_size": 10, "steps": 8, "lr": 3e-3, "warmup": 2, "eval_every": 8}
-SETTINGS = {"hola": {"cache": 4, "block": 4}, "sliding_window": {"window": 4}}
+SETTINGS = {
+    "hola": {"cache": 4, "block": 4},
+    "sliding_window": {"window": 4},
+    # From 16, this seed's third gradient has a norm of 24 and follows rounding by 2e-5; at other seeds by 1e-6.
+    "preconditioned_gated_deltanet": {"a_max": 1.0},
+}
 
 
 @pytest.fixture
