@@ -1,14 +1,21 @@
 """The layers of the model: what joins a mixer and an mlp to the stream, and zoology's BaseConv as a mixer.
 
+`Layer` is the plain residual; `HyperLink` and the Memory Lobe are those of "Exact Linear Attention" (arXiv
+2605.18848v1).
+
 Letters: B rows, T time, D model width.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import mechanisms
+from mechanisms._parts import RmsNorm, Shape
 
 State = dict[str, Any]
 
@@ -76,3 +83,51 @@ class Layer(nn.Module):
             return self._mlp(x_BD + y_BD), state
         y_BD, state = self.mixer.step(x_BD, state)
         return self._mlp(self.mixer_norm(x_BD + y_BD)), state
+
+
+class HyperLink(nn.Module):
+    """A whole layer as one block: flow = a + mlp(a), a = mixer(norm(x)); y = x + flow, with a lobe + lobe(flow).
+
+    One RMSNorm a layer, and nothing around the mixer alone (paper). That the mlp adds its own input is how the released
+    mixture of experts does it (code); here every mlp does (choice), so that with and without experts differ in nothing
+    else. The model's last norm stays: the paper's small experiments leave it out and advise against that at scale.
+    """
+
+    def __init__(self, d_model: int, mixer: Any, mlp: nn.Module | None, lobe: Any) -> None:
+        super().__init__()
+        self.mixer_norm = RmsNorm(d_model)
+        self.mixer, self.mlp, self.lobe = mixer, mlp, lobe
+
+    def _flow(self, a: Tensor) -> Tensor:
+        return a if self.mlp is None else a + self.mlp(a)
+
+    def forward(self, x_BTD: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        before = state or {"mixer": None, "lobe": None}
+        a_BTD, own = self.mixer(self.mixer_norm(x_BTD), before["mixer"])
+        flow_BTD = self._flow(a_BTD)
+        if self.lobe is None:
+            return x_BTD + flow_BTD, {"mixer": own, "lobe": None}
+        recalled_BTD, lobe = self.lobe(flow_BTD, before["lobe"])
+        return x_BTD + flow_BTD + recalled_BTD, {"mixer": own, "lobe": lobe}
+
+    def step(self, x_BD: Tensor, state: State) -> tuple[Tensor, State]:
+        a_BD, own = self.mixer.step(self.mixer_norm(x_BD), state["mixer"])
+        flow_BD = self._flow(a_BD)
+        if self.lobe is None:
+            return x_BD + flow_BD, {"mixer": own, "lobe": None}
+        recalled_BD, lobe = self.lobe.step(flow_BD, state["lobe"])
+        return x_BD + flow_BD + recalled_BD, {"mixer": own, "lobe": lobe}
+
+
+def memory_lobe(shape: Shape) -> nn.Module:
+    """The Memory Lobe: exact linear attention of one head as wide as the model over a layer's flow, by Hadamard-exp.
+
+    Three D x D matrices and no output projection (paper; its counts of parameters agree). Causal, where the paper's
+    sums run over the whole sequence: in a language model each position then reads what it is to predict, hence the
+    abrupt drop of the paper's loss, which is gone when the lobe is causal (paper). Choice: q and k are not normalised,
+    for the paper names no norm there; the running maximum keeps the powers in range. Carries D (D + 2) elements, fp32.
+    """
+    whole = dataclasses.replace(shape, n_heads=1, head_dim=shape.d_model, short_conv=False, position="none")
+    lobe = mechanisms.get("ela")(whole, qk_norm=False)
+    lobe.out = nn.Identity()
+    return lobe

@@ -2,56 +2,79 @@
 
 The loss is the mean over the labels of the whole batch. Each part adds the sum over its own labels, divided by the
 number of labels in the batch, so parts of different sizes, or with labels unevenly spread, weigh what they should; a
-mean of means would not. Only the order of the sums differs from the batch at once.
+mean of means would not. What a model adds to the loss (balanced experts) is a mean over rows. Only the order of the
+sums differs from the batch at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from runners import diagnose, evaluate
 from runners.batch import Batch
+from runners.model import Model
 
 NO_LABEL = -100
 """A target that counts for nothing: the default of `torch.nn.functional.cross_entropy`."""
 
 
-def losses(model: nn.Module, batch: Batch, dtype: str, rows: int | None) -> Iterator[Callable[[], Tensor]]:
+class Part(NamedTuple):
+    """What a part of a batch gives: the loss at its labels, and what the model adds to that (None = nothing)."""
+
+    loss: Tensor
+    side: Tensor | None
+
+    @property
+    def total(self) -> Tensor:
+        return self.loss if self.side is None else self.loss + self.side
+
+
+def losses(model: Model, batch: Batch, dtype: str, rows: int | None) -> Iterator[Callable[[], Part]]:
     """The parts of the batch's loss, `rows` rows each (None = all at once); their sum is the loss."""
     n = len(batch.target_BQ)
     if rows is None or rows >= n:
-        yield lambda: F.cross_entropy(*_flat(model, batch, dtype))
+        yield lambda: Part(F.cross_entropy(*_flat(model, batch, dtype)), _side(model, n))
         return
     n_labels = (batch.target_BQ != NO_LABEL).sum()
+
+    def part_of(part: Batch) -> Part:
+        return Part(F.cross_entropy(*_flat(model, part, dtype), reduction="sum") / n_labels, _side(model, n))
+
     for first in range(0, n, rows):
-        part = batch[first : first + rows]
-        yield lambda part=part: F.cross_entropy(*_flat(model, part, dtype), reduction="sum") / n_labels  # type: ignore[misc]
+        yield partial(part_of, batch[first : first + rows])
 
 
-def backward(model: nn.Module, batch: Batch, dtype: str, rows: int | None) -> Tensor:
-    """The loss of the batch, detached; its gradient is added to the parameters'. Waits for no device."""
+def backward(model: Model, batch: Batch, dtype: str, rows: int | None) -> Tensor:
+    """The loss at the labels, detached; the gradient, of what the model adds too, is added to the parameters'. Waits
+    for no device."""
     total: Tensor | None = None
-    for loss_of in losses(model, batch, dtype, rows):
-        loss = loss_of()
-        loss.backward()  # frees the part's activations before the next one is run
-        total = loss.detach() if total is None else total + loss.detach()
+    for part_of in losses(model, batch, dtype, rows):
+        part = part_of()
+        part.total.backward()  # frees the part's activations before the next one is run
+        total = part.loss.detach() if total is None else total + part.loss.detach()
     assert total is not None
     return total
 
 
-def diagnose_parts(model: nn.Module, batch: Batch, dtype: str, rows: int | None) -> dict[str, Any]:
+def diagnose_parts(model: Model, batch: Batch, dtype: str, rows: int | None) -> dict[str, Any]:
     """`diagnose.find` on the first part with a value that is not finite."""
     found: dict[str, Any] = {}
-    for loss_of in losses(model, batch, dtype, rows):
-        found = diagnose.find(model, loss_of)
+    for part_of in losses(model, batch, dtype, rows):
+        found = diagnose.find(model, lambda part_of=part_of: part_of().total)  # type: ignore[misc]
         if found["where"] != "?":
             break
     return found
 
 
-def _flat(model: nn.Module, batch: Batch, dtype: str) -> tuple[Tensor, Tensor]:
+def _side(model: Model, n_rows: int) -> Tensor | None:
+    side_B = model.take_side_loss()
+    return None if side_B is None else side_B.sum() / n_rows
+
+
+def _flat(model: Model, batch: Batch, dtype: str) -> tuple[Tensor, Tensor]:
     return evaluate.forward(model, batch, dtype).flatten(0, 1), batch.target_BQ.flatten()

@@ -2,8 +2,8 @@
 
     tokens -> embedding (+ learned positions) -> n_layers x [mixer, then mlp] -> norm -> head, where a label is
 
-Each sub-block joins the stream as x + f(norm(x)) (`norm: pre`) or norm(x + f(x)) (`norm: post`). The head is the
-embedding transposed unless `tied` is off.
+Each sub-block joins the stream as x + f(norm(x)) (`norm: pre`) or norm(x + f(x)) (`norm: post`); `block: hyper_link`
+joins whole layers (`runners/layers.py`). The head is the embedding transposed unless `tied` is off.
 
 Initial weights are a function of (seed, task, model, parameter's name) and of the place in the tensor, never of the
 mechanism or of the order of construction: two arms share the weights of every parameter they share, and a longer
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 import mechanisms
 from mechanisms._parts import Shape
 from runners import streams, tasks
-from runners.layers import BaseConv, Layer, State
+from runners.layers import BaseConv, HyperLink, Layer, State, memory_lobe
 from runners.schema import Trial, UserError
 
 REVISION = 1
@@ -40,6 +40,9 @@ LIMITS = [
     "n_heads * head_dim == d_model",
     "position != 'rope' or head_dim % 2 == 0",
     "block == 'pre_norm' or norm == 'pre'",
+    "lobe == 'none' or block == 'hyper_link'",
+    "lobe != 'bidirectional' or not causal",
+    "moe is None or mlp is not None",
     "layers is None or 'mechanism' in layers",
     "layers is None or len(layers) <= n_layers",
 ]
@@ -58,16 +61,21 @@ BLOCKS = {
 PARAMS = {
     "shell": "vocab_size*d_model*(1 if tied else 2) + (seq_len*d_model if position == 'learned' else 0)"
     " + (2*d_model if norm == 'pre' else 0)",
-    "layer": "2*d_model",
+    "layer": "(d_model if block == 'hyper_link' else 2*d_model) + (0 if lobe == 'none' else 3*d_model*d_model)",
     "base_conv": "d_model*d_model + 5*d_model",
-    "gelu": "2*d_model*width + width + 3*d_model if width is not None else 8*d_model*d_model + 7*d_model",
-    "swiglu": "3*d_model*width + 2*d_model if width is not None else 3*d_model*((8*d_model + 95)//96*32) + 2*d_model",
+    "gelu": "2*d_model*width + width + d_model if width is not None else 8*d_model*d_model + 5*d_model",
+    "swiglu": "3*d_model*width if width is not None else 3*d_model*((8*d_model + 95)//96*32)",
+    "router": "experts*d_model",
+    "mlp_norm": "0 if block == 'hyper_link' else 2*d_model",
 }
-"""Parameters of the parts: all but the layers, a layer without its mixer and mlp, a base_conv, an mlp with its norm."""
+"""Parameters of the parts: all but the layers, a layer without its mixer and mlp, a base_conv, an mlp or expert, the
+router of experts, the norm before an mlp or experts."""
+STATE = "0 if lobe == 'none' else d_model*(d_model + 2)"
+"""Elements in fp32 that a layer carries besides its mixer's."""
 SAME_STREAMS = ["kernels"]
 LAYER = ["mechanism", "base_conv"]
 """What a layer may be, besides a mechanism of its own."""
-NOT_YET: dict[str, list[Any]] = {"block": ["hyper_link"], "lobe": ["causal"], "moe": ["moe"], "causal": [False]}
+NOT_YET: dict[str, list[Any]] = {"causal": [False]}
 
 SIZES = {"2m": (192, 4), "5m": (256, 6), "10m": (320, 8), "20m": (448, 8)}
 """(d_model, n_layers) by `size`: that many parameters with swiglu blocks and a byte vocabulary."""
@@ -111,19 +119,69 @@ class SwigluMlp(nn.Module):
 
 
 class Moe(nn.Module):
-    """A mixture of feed-forward experts. Its parameters are typed and checked; it cannot be launched yet.
+    """A mixture of experts, each an mlp: a token is read by the few that its router scores highest.
+
+        g = softmax(W x)        S_e = g_e / sum of g over the picked        B_e = row e of W
+        y = sum over the picked e of S_e FFN_e(x), or S_e FFN_e(x) + B_e (outer), or S_e (FFN_e(x) + B_e) (inner)
+        loss of a sequence = balance * E * sum_e f_e g_e, f_e = share of the picks that fell on e, g_e = mean score
+
+    Source: "Exact Linear Attention" (arXiv 2605.18848v1): weights renormalised, balance, outer and inner bias (paper;
+    no released code has the bias). Choices: the bias is a row of the router, where the paper says a slice of the
+    routing projection; f and g are of one sequence, so that a batch in parts has the loss of the whole. Every expert
+    reads every token, with weight 0 where it is not picked: no shape depends on the data.
+
+    Letters: E experts.
 
     Args:
-        experts: how many there are (count)
-        top_k: how many a token is sent to (count)
-        bias: none = the router alone; outer, inner = the router's bias learnt outside or inside the experts' sum
+        experts: how many there are, each an mlp as model.mlp says (count)
+        top_k: how many a token is sent to (count); of equal scores the lower number
+        bias: none = the experts alone; outer, inner = the router's rows are added to what the picked experts give,
+            outside or inside their weights
+        balance: weight of the load-balance loss; it is part of the gradient, not of the losses that are shown
     """
 
+    LIMITS = ("experts >= 1", "top_k >= 1", "top_k <= experts", "balance >= 0")
+
     def __init__(
-        self, d_model: int, *, experts: int = 4, top_k: int = 2, bias: Literal["none", "outer", "inner"] = "none"
+        self,
+        d_model: int,
+        expert: Callable[[], nn.Module],
+        *,
+        experts: int = 4,
+        top_k: int = 2,
+        bias: Literal["none", "outer", "inner"] = "none",
+        balance: float = 0.01,
     ) -> None:
         super().__init__()
-        raise UserError("model.moe is not there yet; use model.moe: none")
+        self.router = nn.Linear(d_model, experts, bias=False)
+        self.experts = nn.ModuleList(expert() for _ in range(experts))
+        self.top_k, self.bias, self.balance = top_k, bias, balance
+        self._loss_B: Tensor | None = None
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """1 where an expert is picked, the weights S and the scores g, each (..., E), in fp32 or better."""
+        with torch.autocast(x.device.type, enabled=False):
+            score = F.linear(x.to(torch.promote_types(x.dtype, torch.float32)), self.router.weight).softmax(-1)
+            order = score.detach().argsort(stable=True, dim=-1, descending=True)
+            picked = torch.zeros_like(score).scatter_(-1, order[..., : self.top_k], 1.0)
+            weight = score * picked
+            return picked, weight / weight.sum(-1, keepdim=True), score
+
+    def forward(self, x: Tensor) -> Tensor:
+        picked, weight, score = self.route(x)
+        if self.training and x.dim() == 3:
+            share_BE = picked.mean(1) / self.top_k
+            self._loss_B = self.balance * len(self.experts) * (share_BE * score.mean(1)).sum(-1)
+        y = sum(weight[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
+        if self.bias != "none":
+            y = y + (picked if self.bias == "outer" else weight) @ self.router.weight
+        return cast(Tensor, y)
+
+    def take_loss(self) -> Tensor:
+        """The load-balance loss of each row of the last forward pass in training, (B,)."""
+        assert self._loss_B is not None, "there was no forward pass in training"
+        loss_B, self._loss_B = self._loss_B, None
+        return loss_B
 
 
 class Model(nn.Module):
@@ -136,9 +194,10 @@ class Model(nn.Module):
         n_heads: heads of a mixer (count); none = d_model / head_dim, 1 if that is not given either
         head_dim: width of a head (features); none = d_model / n_heads
         mlp: block after each mixer
-        moe: mixture of experts in place of the mlp
-        lobe: side memory beside each layer
-        block: how sub-blocks join the stream; pre_norm is the plain residual
+        moe: mixture of experts in place of the mlp, each such an mlp
+        lobe: side memory over what a hyper_link layer adds to the stream; bidirectional reads what a language model is
+            to predict, so it wants a model that is not causal
+        block: how sub-blocks join the stream; pre_norm is the plain residual, hyper_link one for the whole layer
         norm: pre = x + f(norm(x)), post = norm(x + f(x))
         layers: mixers from the first layer on, repeated until n_layers: mechanism, base_conv, or any mechanism, with
             its defaults by name or with settings as {name: sliding_window, window: 64}; none = all are the mechanism
@@ -163,7 +222,7 @@ class Model(nn.Module):
         head_dim: int | None = None,
         mlp: str | dict[str, Any] | None = "gelu",
         moe: str | dict[str, Any] | None = "none",
-        lobe: Literal["none", "causal"] = "none",
+        lobe: Literal["none", "causal", "bidirectional"] = "none",
         block: Literal["pre_norm", "hyper_link"] = "pre_norm",
         norm: Literal["pre", "post"] = "pre",
         layers: list[str | dict[str, Any]] | None = None,
@@ -174,7 +233,8 @@ class Model(nn.Module):
         causal: bool = True,
     ) -> None:
         super().__init__()
-        _refuse_not_yet(block=block, lobe=lobe, moe=_named(moe)[0], causal=causal)
+        _refuse_not_yet(causal=causal)
+        _check_blocks(block, lobe, norm, _named(moe)[0], _named(mlp)[0])
         preset = SIZES[size] if size else (128, 2)
         d_model, n_layers = d_model or preset[0], n_layers or preset[1]
         n_heads, head_dim = _heads(d_model, n_heads, head_dim)
@@ -183,7 +243,10 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.positions = nn.Parameter(torch.zeros(seq_len, d_model)) if position == "learned" else None
         self.layers = nn.ModuleList(
-            Layer(d_model, mixer, _mlp(mlp, d_model), norm) for mixer in _mixers(layers, n_layers, mechanism, shape)
+            HyperLink(d_model, mixer, _ffn(mlp, moe, d_model), memory_lobe(shape) if lobe == "causal" else None)
+            if block == "hyper_link"
+            else Layer(d_model, mixer, _ffn(mlp, moe, d_model), norm)
+            for mixer in _mixers(layers, n_layers, mechanism, shape)
         )
         self.norm = nn.LayerNorm(d_model) if norm == "pre" else nn.Identity()
         self.head = None if tied else nn.Linear(d_model, vocab_size, bias=False)
@@ -254,6 +317,11 @@ class Model(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         x = self.norm(x)
         return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+
+    def take_side_loss(self) -> Tensor | None:
+        """What training adds to the loss of each row of the last forward pass, (B,); None = nothing."""
+        found = [layer.mlp.take_loss() for layer in self.layers if isinstance(layer.mlp, Moe)]
+        return torch.stack(found).sum(0) if found else None
 
     def no_decay(self) -> set[str]:
         """Names of the parameters without weight decay: all but the matrices of `nn.Linear` and the embedding.
@@ -350,6 +418,26 @@ def _mlp(block: str | dict[str, Any] | None, d_model: int) -> nn.Module | None:
     if name not in kinds:
         raise UserError(f"model.mlp {name!r} is none of none, {', '.join(kinds)}")
     return kinds[name](d_model, **settings)
+
+
+def _ffn(mlp: str | dict[str, Any] | None, moe: str | dict[str, Any] | None, d_model: int) -> nn.Module | None:
+    name, settings = _named(moe)
+    if name == "none":
+        return _mlp(mlp, d_model)
+    return Moe(d_model, lambda: cast(nn.Module, _mlp(mlp, d_model)), **settings)
+
+
+def _check_blocks(block: str, lobe: str, norm: str, moe: str, mlp: str) -> None:
+    if lobe == "bidirectional":
+        raise UserError("model.lobe: bidirectional reads the tokens that a language model is to predict; use causal")
+    if lobe != "none" and block != "hyper_link":
+        raise UserError(
+            f"model.lobe {lobe} wants model.block hyper_link: it reads what such a layer adds to the stream"
+        )
+    if block == "hyper_link" and norm != "pre":
+        raise UserError("model.block hyper_link has its norm before the mixer: model.norm is pre")
+    if moe != "none" and mlp == "none":
+        raise UserError("model.moe wants model.mlp: it says what an expert is")
 
 
 def _refuse_not_yet(**values: Any) -> None:

@@ -141,8 +141,10 @@ class Trial:
 
     @property
     def uses(self) -> tuple[str, ...]:
-        """Names of the mechanism and the task, and of whatever layers of the model hold beside the mechanism."""
+        """Names of the mechanism and the task, and of whatever layers of the model hold beside the mechanism (a Memory
+        Lobe is exact linear attention)."""
         entries = [entry if isinstance(entry, str) else entry["name"] for entry in self.model.get("layers") or ()]
+        entries += ["ela"] if self.model.get("lobe") not in (None, "none") else []
         return (self.mechanism["name"], self.task["name"], *sorted(set(entries) - {"mechanism"}))
 
     def settings(self) -> dict[str, Any]:

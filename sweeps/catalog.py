@@ -7,9 +7,9 @@ importing would take seconds, because every such file imports torch.
 Literals: REVISION, STATE, CACHE, PARAMS (parameters of a mixer, or of the parts of the model), LIMITS, INERT (when a
 parameter has no effect), CAPS (a value above this one acts as this one; in order, each formula reads what is capped
 before it), SAME_AS (mechanisms), METRICS, BOUNDS, CHANCE, SELECT, TRAINS, LABELS (labelled positions of a row) (tasks),
-BLOCKS, LAYER (what a layer may be besides a mechanism), NOT_YET, SAME_STREAMS (parameters that change neither training
-rows nor initial weights) (model), OWNERS (parameters of which at most one is given, the others follow), DERIVED (what a
-parameter that is none stands for).
+BLOCKS (classes that may hold LIMITS), LAYER (what a layer may be besides a mechanism), NOT_YET, SAME_STREAMS
+(parameters that change neither training rows nor initial weights) (model), OWNERS (parameters of which at most one is
+given, the others follow), DERIVED (what a parameter that is none stands for).
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ def _read(path: Path, shown: str, kind: str, name: str, class_name: str) -> Bloc
             if option_class not in classes:
                 raise UserError(f"{shown}: BLOCKS names the class {option_class}, which is not there")
             node = classes[option_class]
-            own = _params(node, {}, shown)
+            own, rules = _params(node, {}, shown), _literals(node, shown)
             text = ast.get_docstring(node) or ""
-            blocks[param][option] = Block(param, option, own, {}, _first_line(text), text, shown)
+            blocks[param][option] = Block(param, option, own, rules, _first_line(text), text, shown)
     return Block(kind, name, params, literals, _first_line(doc), doc, shown, blocks)
 
 
@@ -170,7 +170,7 @@ def _first_line(doc: str) -> str:
     return doc.strip().split("\n\n")[0].replace("\n", " ")
 
 
-def _literals(tree: ast.Module, shown: str) -> dict[str, Any]:
+def _literals(tree: ast.Module | ast.ClassDef, shown: str) -> dict[str, Any]:
     found = {}
     for node in tree.body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:

@@ -37,7 +37,9 @@ GPU = Rate(layer_s=2e-3, fp32=2.5e13, bf16=6e13, base_bytes=2**30)
 START_S = 1.5
 """A trial's own start and end: building the model, checkpoints, the result."""
 LIVE_TENSORS = 24
-"""About how many tensors as wide as the model a layer keeps of each token for the backward pass."""
+LIVE_OF_EXPERT = 10
+"""About how many tensors as wide as the model a layer keeps of each token for the backward pass, and how many more for
+each expert beyond the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Analyst:
         return self._envs[memo]
 
     def _names(self, trial: Trial) -> dict[str, Any]:
-        model = with_derived(self.catalog.block("model"), trial.model, {})
+        model = self._model(trial)
         task = with_derived(self.catalog.block("task", trial.task["name"]), trial.task, {})
         mechanism = with_derived(self.catalog.block("mechanism", trial.mechanism["name"]), trial.mechanism, {})
         env = {"conv": 3 if model.get("short_conv") else 0, **model, **task}
@@ -101,17 +103,25 @@ class Analyst:
         around = {} if length is None else {"seq_len": length}
         return {**env, **around, **mechanism, "task": trial.task["name"]}
 
+    def _model(self, trial: Trial) -> dict[str, Any]:
+        return with_derived(self.catalog.block("model"), trial.model, {})
+
     def _n_params(self, trial: Trial, env: Mapping[str, Any]) -> int | None:
         """Parameters of the whole model; None where a file does not say how to count them."""
         parts = self.catalog.block("model").literals.get("PARAMS", {})
         mlp = trial.model.get("mlp")
         mlp = {"name": mlp} if isinstance(mlp, str) else mlp or {"name": "none"}
         n_layers = env.get("n_layers") or 1
+        whole = {**env, **self._model(trial)}  # a mechanism may call a parameter of its own as the model does
         try:
-            total = formula.evaluate(parts["shell"], env) + n_layers * formula.evaluate(parts["layer"], env)
+            total = formula.evaluate(parts["shell"], whole) + n_layers * formula.evaluate(parts["layer"], whole)
             total += sum(layers.n_params(name, block, values, parts) for name, block, values in self._placed(env))
             if mlp["name"] != "none":
-                total += n_layers * formula.evaluate(parts[mlp["name"]], {**env, "width": mlp.get("width")})
+                size = formula.evaluate(parts[mlp["name"]], {**whole, "width": mlp.get("width")})
+                moe = trial.model.get("moe")
+                if moe is not None:
+                    size = moe["experts"] * size + formula.evaluate(parts["router"], {**whole, **moe})
+                total += n_layers * (size + formula.evaluate(parts["mlp_norm"], whole))
         except (KeyError, UserError, ValueError):
             return None
         return int(total)
@@ -143,6 +153,7 @@ class Analyst:
         tables = vocab * width * (1 if env.get("tied") else 2)
         try:
             sizes = [layers.state_elements(block, values) for _, block, values in self._placed(env)]
+            sizes += [self.catalog.block("model").state_elements(env)] * (env.get("n_layers") or 1)
         except UserError:
             sizes = []
         mixing = sum(4 * state + cache for state, cache in sizes)
@@ -157,6 +168,8 @@ class Analyst:
 
     def _memory(self, env: Mapping[str, Any], n_params: int, rows: int, length: int, bf16: bool) -> int:
         """Weights, gradients and two moments in fp32, what the backward pass needs, logits, and the process itself."""
-        wide = (env.get("n_layers") or 1) * LIVE_TENSORS * (env.get("d_model") or 0) * (2 if bf16 else 4)
+        experts = (env.get("moe") or {}).get("experts", 1)
+        live = LIVE_TENSORS + LIVE_OF_EXPERT * (experts - 1)
+        wide = (env.get("n_layers") or 1) * live * (env.get("d_model") or 0) * (2 if bf16 else 4)
         logits = 3 * 4 * (env.get("vocab_size") or 0) * self._labels(env, length)
         return self.rate.base_bytes + 16 * n_params + rows * (length * wide + logits)

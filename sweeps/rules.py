@@ -50,6 +50,10 @@ class Rules:
         for part in [{}, *(owner.env.get("segments") or [])]:
             env = {**outer, **owner.env, **part}
             yield from ((rule, env, "segments" if part else "") for rule in _broken(owner.block, env))
+        for name, options in owner.block.blocks.items():
+            if chosen := owner.env.get(name):
+                env = {**owner.env, **chosen}
+                yield from ((rule, env, name) for rule in _broken(options[chosen["name"]], env))
         if owner.block.kind == "model" and owner.env.get("layers"):
             mechanism = blocks["mechanism"].block
             for name, block, env in layers.placed(self.catalog, mechanism, environment(blocks)):
@@ -63,9 +67,12 @@ class Rules:
         raws = [owner.raw, *(block.raw for block in blocks.values() if block is not owner)]
         marks = [(m in raw.late, raw.marks[m]) for raw in raws for m in raw.marks if m.rpartition(".")[2] in names]
         marks = [(late, mark) for late, mark in marks if late] or marks
-        title, own = owner.block.title, f"task.{inside}" if inside == "segments" else "model.layers"
-        if inside and own in owner.raw.marks:
-            marks = [(True, owner.raw.marks[own])]
+        title = owner.block.title
+        if inside in owner.block.blocks:
+            title = f"model.{inside}"
+        elif inside:
+            own = "task.segments" if inside == "segments" else "model.layers"
+            marks = [(True, owner.raw.marks[own])] if own in owner.raw.marks else marks
             title = title if inside == "segments" else f"mechanism {inside} in model.layers"
         where = max(marks, key=lambda m: (m[1].line, m[1].column))[1] if marks else owner.raw.keys.get(owner.raw.kind)
         values = ", ".join(f"{name} is {show(env.get(name))}" for name in sorted(names))
@@ -83,8 +90,10 @@ class Rules:
         """The same for blocks that are tried out and not kept."""
         train = blocks.get("train")
         width = 2 if train is not None and train.env.get("dtype") == "bf16" else 4
-        placed = layers.placed(self.catalog, blocks["mechanism"].block, environment(blocks))
+        env = environment(blocks)
+        placed = list(layers.placed(self.catalog, blocks["mechanism"].block, env))
         sizes = [layers.state_elements(block, values) for _, block, values in placed]
+        sizes += [blocks["model"].block.state_elements(blocks["model"].env)] * len(placed)
         return sum(4 * state + width * cache for state, cache in sizes)
 
 

@@ -31,6 +31,9 @@ MODELS = {
     "gated mlp": "{model.mlp: swiglu, model.n_layers: 3}",
     "gated mlp of a width": "{model.mlp: {name: swiglu, width: 40}}",
     "some convolutions": "{model.layers: [base_conv, mechanism], model.n_layers: 4}",
+    "a linked layer with a lobe": "{model.block: hyper_link, model.lobe: causal}",
+    "linked layers without mlp": "{model.block: hyper_link, model.mlp: none}",
+    "experts": "{model.moe: {name: moe, experts: 3}, model.mlp: {name: gelu, width: 24}}",
     "a hybrid": "{model.layers: [mechanism, base_conv, {name: gsa, slots: 9}, softmax], model.n_layers: 5}",
 }
 
@@ -71,8 +74,8 @@ def test_parameters_are_those_of_the_built_model(name: str, tmp_path: Path) -> N
 def test_a_hybrids_state_is_that_of_its_layers(dtype: str, tmp_path: Path) -> None:
     layers = "[mechanism, base_conv, {name: sliding_window, window: 9}, {name: gsa, slots: 9}, softmax]"
     text = f"{MQAR}mechanism: {{name: gla}}\nmodel.layers: {layers}\nmodel.n_layers: 6\ntrain.dtype: {dtype}\n"
-    member = plan(text, tmp_path, catalog=CATALOG).members[0]
-    mixers = [layer.mixer for layer in models.build(member.trial).layers]
+    member = plan(text + "model.block: hyper_link\nmodel.lobe: causal\n", tmp_path, catalog=CATALOG).members[0]
+    mixers = [mixer for layer in models.build(member.trial).layers for mixer in (layer.mixer, layer.lobe)]
     width = torch.bfloat16 if dtype == "bf16" else torch.float32
     counted = 0
     for mixer in mixers:  # attention's caches are empty at the start, so the state after a whole sequence counts

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from spec_tools import BASE, plan, values
+from spec_tools import BASE, FAKE, plan, values
 
 from runners.schema import Plan, UserError
 from sweeps import sections
@@ -137,7 +137,7 @@ def test_blocks_inside_the_model(tmp_path: Path) -> None:
     assert mlps[0] == (None,)
     assert mlps[1] == ({"name": "gelu", "width": None},)
     assert mlps[3] == ({"name": "swiglu", "width": 8, "gate": "relu"},)
-    assert not_there_yet(found) == ["model.moe: moe"]
+    assert not_there_yet(found, FAKE) == ["model.moe: moe"]
 
 
 def test_a_mechanism_may_be_called_no(tmp_path: Path) -> None:

@@ -223,9 +223,10 @@ def test_arms_share_the_weights_of_a_hybrids_other_layers() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"block": "hyper_link"}, "model.block: 'hyper_link' is not there yet"),
-        ({"lobe": "causal"}, "model.lobe: 'causal' is not there yet"),
-        ({"moe": {"name": "moe", "experts": 4}}, "model.moe: 'moe' is not there yet"),
+        ({"lobe": "causal"}, "model.lobe causal wants model.block hyper_link"),
+        ({"lobe": "bidirectional", "block": "hyper_link"}, "reads the tokens that a language model is to predict"),
+        ({"block": "hyper_link", "norm": "post"}, "model.norm is pre"),
+        ({"moe": {"name": "moe", "experts": 4}, "mlp": "none"}, "model.moe wants model.mlp"),
         ({"causal": False}, "model.causal: False is not there yet"),
         ({"layers": ["conv"]}, "a layer is one of mechanism, base_conv, abc"),
         ({"mlp": "relu"}, "'relu' is none of none, gelu, swiglu"),
