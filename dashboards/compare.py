@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dashboards import stats, tuning
-from dashboards.table import COMPARED_STAMPS, Results, chance
+from dashboards.table import COMPARED_STAMPS, Results, chance, speaks_of
 from dashboards.tuning import UNTUNED, Tuning
 from runners.schema import Member, Pair, Plan, Status, Test
 
@@ -221,15 +221,14 @@ class _Scorer:
     def _stamps_differ(self, trials: tuple[str, ...]) -> bool:
         """Whether trials ran under different versions, devices or code.
 
-        A fingerprint covers what a trial's mechanisms and task import: it is compared among their own trials only. Of
-        others, the files that all of them used are.
+        Each field is compared among the trials it speaks of (`table.speaks_of`); of others, the files that all of them
+        used are.
         """
-        seen: dict[tuple[str, ...], Any] = {}
+        seen: dict[tuple[str, str], Any] = {}
         for trial in trials:
             stamp, settings = self.results.stamps.get(trial, {}), self.members[trial][0].trial
             for name in COMPARED_STAMPS:
-                owner = settings.uses if name == "fingerprint" else ()
-                if seen.setdefault((name, *owner), stamp.get(name)) != stamp.get(name):
+                if seen.setdefault((name, speaks_of(name, settings)), stamp.get(name)) != stamp.get(name):
                     return True
         return len(set(self.results.shared_code(trials).values())) > 1
 

@@ -19,14 +19,14 @@ from typing import Any
 
 import pandas as pd
 
-from runners.schema import EvalSlice, Member, Plan, Status, canonical_json, digest
+from runners.schema import EvalSlice, Member, Plan, Status, Trial, canonical_json, digest
 from runners.store import last_attempt, read_json, read_points, read_sealed
 
 ID_COLUMNS = ("trial", "arm", "cell", "seed", "status")
 """What every table says first about a row."""
 
 RESULT_FIELDS = ("n_params", "tokens", "wall_s", "step", "stopped_by", "peak_mem_bytes", "attempt")
-STAMP_FIELDS = ("memsweep", "commit", "python", "torch", "triton", "device", "dtype", "fingerprint")
+STAMP_FIELDS = ("memsweep", "commit", "python", "torch", "triton", "device", "dtype", "fingerprint", "data")
 CURVE_COLUMNS = ("trial", "arm", "cell", "seed", "step", "metric", "value")
 COMPARED_STAMPS = tuple(name for name in STAMP_FIELDS if name != "dtype")
 """What should be alike in a comparison; the number format is a setting, which a sweep may vary on purpose."""
@@ -218,6 +218,18 @@ class _Reader:
         if found is None and path.exists():
             self.warnings.append(f"{path.relative_to(self.trials.parent)} is torn or was altered: counted as not there")
         return found
+
+
+def speaks_of(field: str, trial: Trial) -> str:
+    """Among which trials a field of the stamp is the same by right; empty = among all.
+
+    A fingerprint covers what a trial's mechanisms and task import and read, `data` one text.
+    """
+    source = trial.task.get("data_files") or trial.task.get("dataset")
+    if field == "fingerprint":
+        mechanism, task, *others = trial.uses
+        return f"{' with '.join([mechanism, *others])} on {task}" + (f" ({source})" if source else "")
+    return f"{source or 'no file'}" if field == "data" else ""
 
 
 def _member_columns(plan: Plan) -> tuple[str, ...]:

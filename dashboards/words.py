@@ -9,7 +9,7 @@ from dashboards.compare import Comparison
 from dashboards.figures import LOAD_FIRST, main_metric, title
 from dashboards.labels import Labels, bytes_text, counted, effect_text, listed, nearly, p_text, side
 from dashboards.stats import Verdict
-from dashboards.table import COMPARED_STAMPS, Results
+from dashboards.table import COMPARED_STAMPS, Results, speaks_of
 from runners.schema import Plan, Status
 
 DESCRIBED = 6
@@ -165,14 +165,14 @@ def condition_loads(plan: Plan) -> dict[str, float]:
 def stamps_that_differ(plan: Plan, results: Results) -> dict[str, dict[str, int]]:
     """Stamp fields with more than one value, and how many trials have which.
 
-    A fingerprint covers what a trial's mechanisms and task import, so it is compared among their own trials only.
+    Each is compared among the trials it speaks of.
     """
     counts: dict[str, dict[str, int]] = {}
     for trial in {member.trial.id: member.trial for member in plan.members}.values():
         stamp = results.stamps.get(trial.id, {})
         for name in COMPARED_STAMPS if stamp else ():
-            mechanism, task, *others = trial.uses
-            field = f"{name} of {' with '.join([mechanism, *others])} on {task}" if name == "fingerprint" else name
+            of = speaks_of(name, trial)
+            field = f"{name} of {of}" if of else name
             value = str(stamp.get(name))
             counts.setdefault(field, {})[value] = counts.get(field, {}).get(value, 0) + 1
     for value in results.shared_code({member.trial.id for member in plan.members}).values():

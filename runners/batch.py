@@ -10,7 +10,8 @@ A task is a class `Task` whose keyword-only parameters are its YAML keys, with
                             rows `index_B` (on the host), made on `device`. Row i depends on (split, seed, i) and the
                             task's settings alone, whatever shares its batch; valid and test rows ignore the seed
     score(logits_BQV, batch)
-                            one value a row for every metric
+                            one value a row for every metric that is a mean over rows
+    of_means(means)         the other metrics, which follow from those means; a task without such has no such method
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ TOKENS_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 18}
 def run(
     model: nn.Module, trial: Trial, task_settings: dict[str, Any], *, device: torch.device, split: str = "test"
 ) -> dict[str, float]:
-    """Mean over the rows of `split` of each metric of the task, and `n`, the number of rows.
+    """Each metric of the task over the rows of `split`, and `n`, the number of rows.
 
     The rows are the same for every seed and arm. Autocasts as the trial's training did.
     """
@@ -66,7 +66,8 @@ def score(model: nn.Module, task: Any, split: str, device: torch.device, dtype: 
             first += len(index_B)
             n += len(index_B)
     model.train(was_training)
-    return {**{name: float(total) / n for name, total in sums.items()}, "n": n}
+    means = {name: float(total) / n for name, total in sums.items()}
+    return {**means, **(task.of_means(means) if hasattr(task, "of_means") else {}), "n": n}
 
 
 def forward(model: nn.Module, batch: Batch, dtype: str) -> Tensor:

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from runners import alone, guards, mps, split, tracking, watch
+from runners import alone, corpus, guards, mps, split, tracking, watch
 from runners.budget import Allowance, Budget, Span
 from runners.cards import Cards
 from runners.durations import words
@@ -28,7 +28,7 @@ from runners.progress import Display, Pace, Tally
 from runners.rerun import Rerun
 from runners.resources import Place, Share, make_executor, remember
 from runners.retry import Retries, is_disk_full
-from runners.schema import Exit, Failure, Job, Member, Outcome, Plan, Status, UserError
+from runners.schema import Exit, Failure, Job, Member, Outcome, Plan, Status, UserError, canonical_json
 from runners.search import Resolve
 from runners.store import Store
 from runners.summary import Failed, Summary
@@ -143,12 +143,19 @@ class Launch:
         for item in found:
             self._sort(item)
         if self._queue:
+            self._look_at_data()
             self.cards.begin(member.trial for member in members)
         self._tell_start(found)
         if self._retries.splits and self._queue:
             trained = (item.member.trial for item in found if item.need in (Need.NOTHING, Need.EVALUATE))
             self._retries.learn(self.store, trained)
         return found
+
+    def _look_at_data(self) -> None:
+        """Raise `UserError` where the text of a trial is gone, or its hub out of reach, before any trial begins."""
+        tasks = (task for m in self._queue for task in (m.trial.task, *(part.task for part in m.slices)))
+        for task in {canonical_json(task): task for task in tasks if corpus.has_text(task)}.values():
+            corpus.check(task)
 
     def _is_held(self, trial_id: str) -> bool:
         row = self.ledger.row(trial_id)

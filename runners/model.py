@@ -28,7 +28,7 @@ import mechanisms
 from mechanisms._parts import Shape
 from runners import streams, tasks
 from runners.layers import BaseConv, HyperLink, Layer, State, memory_lobe
-from runners.schema import Trial, UserError
+from runners.schema import FOLDER, Trial, UserError
 
 REVISION = 1
 LIMITS = [
@@ -347,7 +347,7 @@ def stream_settings(trial: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the streams of data and weights are keyed by, besides the seed: the task and the model as they differ from
     their defaults. So a parameter added later, with a default that keeps the old behaviour, changes no draw."""
     return (
-        {"name": trial.task["name"], **_unusual(tasks.get(trial.task["name"]), trial.task, set())},
+        {"name": trial.task["name"], **_unusual(tasks.get(trial.task["name"]), trial.task, {FOLDER})},
         _unusual(Model, _resolved(trial.model), {"size", *SAME_STREAMS}),
     )
 

@@ -31,6 +31,12 @@ SCHEMA_VERSION = 1
 BLOCKS = ("mechanism", "task", "model", "train")
 """The settings that make a trial what it is, besides its seed."""
 
+FILES = "_files"
+"""How the name of a task's parameter ends whose value names files. Rules may read their size: data_bytes."""
+FOLDER = "folder"
+"""In a task's settings beside such parameters: where their relative paths begin. A place, no setting: it is in no id,
+no random stream and no comparison of settings."""
+
 
 class Status(StrEnum):
     """Where a trial stands. `interrupted` is also how `running` reads once its lease has expired."""

@@ -1,4 +1,4 @@
-"""Trials made by other code than today's: found by the fingerprints in their folders, explained file by file."""
+"""Trials made by other code or data than today's: found by the fingerprints in their folders, told file by file."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from runners import checkpoints
+from runners import checkpoints, corpus
 from runners.schema import Trial
-from runners.stamp import code, fingerprint
+from runners.stamp import code, fingerprint, with_data
 from runners.store import Store, read_json
 
 CODE_FILE = "code.json"
@@ -19,9 +19,10 @@ _SHOWN = 4
 
 
 def record(trial: Trial) -> dict[str, Any]:
-    """What an attempt notes of its code."""
-    names = trial.uses
-    return {"fingerprint": fingerprint(*names), "files": code(*names)}
+    """What an attempt notes of its code and of the files its data are in: `files` holds `data corpus.txt` too."""
+    names, data = trial.uses, corpus.hashes(trial.task)
+    files = {**code(*names), **{name: text[:12] for name, text in data.items()}}
+    return {"fingerprint": with_data(fingerprint(*names), trial.task), "files": files}
 
 
 def changes(store: Store, trial: Trial) -> tuple[str, ...] | None:
@@ -65,5 +66,7 @@ def words(found: Iterable[tuple[str, ...]], what: str) -> list[str]:
     for names, n in Counter(found).most_common():
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         head = f"{n} {what}trial was" if n == 1 else f"{n} {what}trials were"
-        lines.append(f"{head} made by other code" + (f" ({shown} changed)" if names else ""))
+        data = bool(names) and all(name.startswith("data ") for name in names)
+        made = "made with other data" if data else "made by other code"
+        lines.append(f"{head} {made}" + (f" ({shown} changed)" if names else ""))
     return lines

@@ -15,11 +15,12 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runners import syntax
-from runners.schema import Trial
+from runners import corpus, syntax
+from runners.schema import Trial, digest
 
 ROOMS = ("kernels", "mechanisms", "runners")
 DRIVER_VARIABLE = "MEMSWEEP_DRIVER"
@@ -28,9 +29,12 @@ DRIVER_VARIABLE = "MEMSWEEP_DRIVER"
 _HOME = Path(__file__).resolve().parent.parent
 
 
-def stamp(trial: Trial, device: str) -> dict[str, Any]:
-    """The stamp of a trial that runs here on `device` ("cpu" or "cuda")."""
-    driver = driver_code()
+def stamp(trial: Trial, device: str, task: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The stamp of a trial that runs here on `device` ("cpu" or "cuda"), or of its evaluation on other settings `task`.
+
+    `data` is there for a task that reads some: 16 hex digits over its bytes.
+    """
+    driver, task = driver_code(), task or trial.task
     return {
         "memsweep": driver["memsweep"] if driver else version("memsweep"),
         "commit": driver["commit"] if driver else commit(),
@@ -39,7 +43,8 @@ def stamp(trial: Trial, device: str) -> dict[str, Any]:
         "triton": version("triton"),
         "device": device_name(device),
         "dtype": (trial.train or {}).get("dtype", "fp32"),
-        "fingerprint": fingerprint(*trial.uses),
+        "fingerprint": with_data(fingerprint(*trial.uses), trial.task),
+        **({"data": corpus.fingerprint(task)} if corpus.has_text(task) else {}),
     }
 
 
@@ -107,6 +112,12 @@ def fingerprint(mechanism: str, task: str, *others: str) -> str:
     for name in sorted(found):
         total.update(name.encode() + b"\0" + found[name].read_bytes() + b"\0")
     return total.hexdigest()[:16]
+
+
+def with_data(fingerprint: str, task: Mapping[str, Any]) -> str:
+    """`fingerprint` of the code, together with the hashes of the files that `task` names, if it names any."""
+    data = corpus.hashes(task)
+    return digest([fingerprint, data]) if data else fingerprint
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runners.schema import SCHEMA_VERSION, EvalSlice, Exit, Plan, Trial, UserError, canonical_json
+from runners.schema import FOLDER, SCHEMA_VERSION, EvalSlice, Exit, Plan, Trial, UserError, canonical_json
 
 DEFAULT_FOLDER = "memsweep-runs"
 STORE_VARIABLE = "MEMSWEEP_STORE"
@@ -352,7 +352,8 @@ class Store:
         if there is None:
             write_json(path, trial.settings())
             return
-        wrong = [name for name, a, b in _differences(there, trial.settings()) if a != b]
+        differences = _differences(there, trial.settings())
+        wrong = [name for name, a, b in differences if a != b and name != f"task.{FOLDER}"]
         if wrong:
             name = wrong[0]
             raise UserError(

@@ -378,7 +378,7 @@ class _Work:
             metrics = self.engine.evaluate(model, self.job.trial, part.task, device=self.device)
             self._refuse_if_lost()
             row = self._head() | {"slice": part.id, "task": part.task, "metrics": finite(metrics)}
-            write_json(self.folder / "evals" / f"{part.id}.json", seal(row | {"stamp": self._stamp()}))
+            write_json(self.folder / "evals" / f"{part.id}.json", seal(row | {"stamp": self._stamp(part.task)}))
             scores = " ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             self.log(f"evaluated {part.set} {part.label} {scores}")
         return Status.COMPLETE
@@ -386,8 +386,8 @@ class _Work:
     def _head(self) -> dict[str, Any]:
         return {"schema": SCHEMA_VERSION, "trial": self.job.trial.id, "attempt": self.job.attempt}
 
-    def _stamp(self) -> dict[str, Any]:
-        return stamp(self.job.trial, self.job.device)
+    def _stamp(self, task: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return stamp(self.job.trial, self.job.device, task)
 
     def _result(self, fit: Any) -> dict[str, Any]:
         diverged = {k: v for k, v in fit.diverged.items() if _is_json(v)} if fit.diverged else None

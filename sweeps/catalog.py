@@ -10,6 +10,8 @@ before it), SAME_AS (mechanisms), METRICS, BOUNDS, CHANCE, SELECT, TRAINS, LABEL
 BLOCKS (classes that may hold LIMITS), LAYER (what a layer may be besides a mechanism), NOT_YET, SAME_STREAMS
 (parameters that change neither training rows nor initial weights) (model), OWNERS (parameters of which at most one is
 given, the others follow), DERIVED (what a parameter that is none stands for).
+
+A task's parameter called `X_files` names files (`sweeps/files.py`); its LIMITS may read how long they are, `X_bytes`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from runners import syntax
-from runners.schema import UserError
+from runners.schema import FILES, UserError
 from sweeps import formula, types
 from sweeps.reader import near
 from sweeps.types import Type
@@ -101,6 +103,11 @@ class Block:
     @cached_property
     def owned(self) -> frozenset[str]:
         return frozenset(name for group in self.owners for name in group)
+
+    @cached_property
+    def files(self) -> tuple[str, ...]:
+        """The parameters whose values name files."""
+        return tuple(name for name in self.params if name.endswith(FILES))
 
     @property
     def title(self) -> str:

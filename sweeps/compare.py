@@ -8,7 +8,7 @@ is averaged inside the pair, because such trials share their random streams and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -130,7 +130,7 @@ class Comparer:
         scale = self._word(node, "scale", ("difference", "ratio")) or "difference"
         at_equal = self._word(node, "at_equal", ("state_bytes",))
         at, step, set_from_at = self._at(node)
-        set_, metric = self._metric(node, set_from_at)
+        set_, metric = self._metric(node, set_from_at, read)
         margin = node.get("margin")
         if margin is not None and (
             isinstance(margin.value, bool) or not isinstance(margin.value, int | float) or margin.value <= 0
@@ -205,7 +205,7 @@ class Comparer:
         at = conditions.read(Node(rest, child.mark, child.keys), self.problems, "at") if rest else None
         return at, step.value if step is not None else None, str(name.value) if name is not None else None
 
-    def _metric(self, node: Node, set_from_at: str | None) -> tuple[str, str]:
+    def _metric(self, node: Node, set_from_at: str | None, read: Mapping[str, Condition | None]) -> tuple[str, str]:
         child = node.get("metric")
         sets = [s.name for s in self.evaluation.sets]
         usual = set_from_at or ("test" if "test" in sets or len(sets) != 1 else sets[0])
@@ -215,7 +215,13 @@ class Comparer:
                     node.mark,
                     f"there is no set 'test' here: say `metric: SET/METRIC` with one of {', '.join(sets)}",
                 )
-            selected = {str(block.block.literals.get("SELECT", "accuracy")) for block in self._tasks(usual)}
+            tasks = self._tasks(usual, read)
+            selected = {str(block.block.literals.get("SELECT", "accuracy")) for block in tasks}
+            if len(selected) > 1:
+                names = ", ".join(sorted(block.block.name for block in tasks))
+                self.problems.add(
+                    node.mark, f"{names} are not scored alike: narrow it with `if: {{task: ...}}`, or say `metric`"
+                )
             return usual, sorted(selected)[0] if selected else "accuracy"
         if not isinstance(child.value, str):
             self.problems.add(child.mark, f"metric is SET/metric, not {show(child.plain())}")
@@ -225,16 +231,28 @@ class Comparer:
         if set_ not in (*sets, "valid", "train"):
             self.problems.add(child.mark, f"metric: there is no set {set_!r}{near(set_, [*sets, 'valid', 'train'])}")
         else:
-            known = sorted({m for block in self._tasks(set_) for m in block.block.literals.get("METRICS", {})})
+            tasks = self._tasks(set_, read)
+            known = sorted({m for block in tasks for m in block.block.literals.get("METRICS", {})})
+            lacking = [block.block.name for block in tasks if metric not in block.block.literals.get("METRICS", {})]
             if metric not in known:
                 self.problems.add(child.mark, f"metric: {set_} has no {metric!r}{near(metric, known)}")
+            elif lacking:
+                self.problems.add(
+                    child.mark,
+                    f"metric: task {lacking[0]} has no {metric!r}: narrow the comparison with `if: {{task: ...}}`",
+                )
         return set_, metric
 
-    def _tasks(self, set_: str) -> list[Resolved]:
-        """The tasks that a set's metrics come from, each once by name."""
+    def _tasks(self, set_: str, read: Mapping[str, Condition | None]) -> list[Resolved]:
+        """The tasks that a set's metrics come from in a comparison of these conditions, each once by name."""
         found: dict[str, Resolved] = {}
         own = next((s for s in self.evaluation.sets if s.name == set_), None)
+        only, sides = read["if"], (read["a"], read["b"])
         for cell in self.cells:
+            if only is not None and not only.holds(cell.get):
+                continue
+            if not any(side is None or side.holds(cell.get) for side in sides):
+                continue
             if own is not None and own.task:
                 for slice_ in cell.slices:
                     if slice_.set == set_:
@@ -421,7 +439,7 @@ class Comparer:
             )
 
     def _direction(self, entry: Entry) -> tuple[str, bool]:
-        task = self._tasks(entry.set)[0].block.literals
+        task = self._tasks(entry.set, {"if": entry.only, "a": entry.a, "b": entry.b})[0].block.literals
         return task.get("METRICS", {}).get(entry.metric, "min"), entry.metric in task.get("BOUNDS", {})
 
     def _slices(self, entry: Entry, cells: list[Cell]) -> dict[str, EvalSlice] | None:

@@ -16,6 +16,7 @@ from sweeps import conditions, formula
 from sweeps.blocks import Raw, Resolved, param_at
 from sweeps.catalog import Catalog
 from sweeps.conditions import MISSING, Condition, Universe
+from sweeps.files import Folders
 from sweeps.reader import Node, Problems
 from sweeps.resolve import Resolver
 from sweeps.rules import verdict
@@ -63,10 +64,12 @@ class Expansion:
 class Expander:
     """Turns a `Spec` into its cells."""
 
-    def __init__(self, spec: Spec, catalog: Catalog, problems: Problems, is_patched: bool) -> None:
+    def __init__(
+        self, spec: Spec, catalog: Catalog, problems: Problems, is_patched: bool, folders: Folders | None = None
+    ) -> None:
         self.spec, self.problems, self.is_patched = spec, problems, is_patched
         self.catalog = catalog
-        self.resolver = Resolver(catalog, problems, spec.tree.mark)
+        self.resolver = Resolver(catalog, problems, spec.tree.mark, folders)
         self.raws: dict[tuple[str, tuple[int, ...]], Raw | None] = {}
         self.touching = {kind: [n for n, axis in enumerate(spec.axes) if _touches(axis, kind)] for kind in BLOCKS}
         self.trains: set[bool] = set()

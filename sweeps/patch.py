@@ -52,13 +52,15 @@ class Assembled:
     file: str
     profile: str | None
     is_patched: bool
+    folders: dict[str, tuple[Path, ...]] = field(default_factory=dict)
+    """Where the files are looked for that a spec names, by the spec's own name in messages."""
 
 
 def assemble(spec: str, profile: str | None, sets: list[str]) -> Assembled:
     """Read a spec file and apply everything that changes it. Raises `SpecError` or `UserError`."""
     path, shown = library.find(spec)
     problems = Problems()
-    chain, text = _chain(path, shown)
+    chain, text, folders = _chain(path, shown)
     tree = mapping({}, Mark(shown, 1, 1))
     for number, node in enumerate(reversed(chain)):
         _Merge(problems, is_base=number == 0).apply(tree, node)
@@ -72,16 +74,18 @@ def assemble(spec: str, profile: str | None, sets: list[str]) -> Assembled:
     for text_set in sets:
         _Merge(problems).apply(tree, _parse_set(text_set))
     problems.check()
-    return Assembled(tree, text, shown, profile, is_patched=profile is not None or bool(sets))
+    return Assembled(tree, text, shown, profile, profile is not None or bool(sets), folders)
 
 
-def _chain(path: Path, shown: str) -> tuple[list[Node], str]:
-    """The spec and its parents, child first, and the child's text."""
+def _chain(path: Path, shown: str) -> tuple[list[Node], str, dict[str, tuple[Path, ...]]]:
+    """The spec and its parents, child first; the child's text; and where each one's data files are looked for."""
     chain: list[Node] = []
     seen: list[Path] = []
     first_text = ""
+    folders: dict[str, tuple[Path, ...]] = {}
     while True:
         node, text = read_file(path, shown)
+        folders[shown] = (path.resolve().parent, library.SHIPPED)
         if not node.is_map:
             raise SpecError([(node.mark, "a spec is a mapping that begins with `sweep: NAME`")])
         first_text = first_text or text
@@ -89,7 +93,7 @@ def _chain(path: Path, shown: str) -> tuple[list[Node], str]:
         seen.append(path.resolve())
         parent = node.get("extends")
         if parent is None:
-            return chain, first_text
+            return chain, first_text, folders
         if not isinstance(parent.value, str):
             raise SpecError([(parent.mark, "extends takes the name of one spec")])
         try:

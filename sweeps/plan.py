@@ -41,7 +41,7 @@ def load(
     read = reader.read()
     if not reader.is_sound:
         problems.check()
-    expander = Expander(read, catalog, problems, assembled.is_patched)
+    expander = Expander(read, catalog, problems, assembled.is_patched, assembled.folders)
     expansion = expander.expand()
     if not expansion.cells:
         problems.check()

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from runners.schema import UserError, canonical_json
+from runners.schema import FOLDER, UserError, canonical_json
 from sweeps import layers
 from sweeps.blocks import Form, Raw, Resolved
 from sweeps.catalog import REQUIRED, Block, Catalog, Param, with_derived
+from sweeps.files import Files, Folders
 from sweeps.patch import is_form
 from sweeps.reader import Mark, Node, Problems, near
 from sweeps.rules import Rules
@@ -31,8 +32,9 @@ LARGEST = 1 << 63
 class Resolver:
     """Types and settles blocks; what does not fit goes to `problems`, once for each place."""
 
-    def __init__(self, catalog: Catalog, problems: Problems, origin: Mark) -> None:
+    def __init__(self, catalog: Catalog, problems: Problems, origin: Mark, folders: Folders | None = None) -> None:
         self.catalog, self.problems, self.origin = catalog, problems, origin
+        self.files = Files(problems, folders or {})
         self.rules = Rules(catalog, problems, origin)
         self._typed: dict[tuple[int, int], Any] = {}
         self._misfits: set[tuple[int, int]] = set()
@@ -393,6 +395,10 @@ class Resolver:
             if settings[name] != param.default and not self._is_derived(block, name, settings):
                 is_named = param.type.item == NAMED and settings[name] is not None
                 minimal[name] = layers.identity(settings[name], self.catalog) if is_named else settings[name]
+        if block.files:
+            folder, sizes = self.files.find(raw, settings)
+            settings[FOLDER] = folder
+            env |= sizes
         return Resolved(raw, settings, flat, env, canonical_json(minimal))
 
     @staticmethod

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
-from runners.schema import BLOCKS, Exit, Plan, Search, Space, UserError, canonical_json, digest
+from runners.schema import BLOCKS, FOLDER, Exit, Plan, Search, Space, UserError, canonical_json, digest
 from runners.search import Setting
 from sweeps.blocks import param_at
 from sweeps.catalog import Catalog
@@ -244,11 +245,13 @@ class Suggestions:
     def _read(self) -> None:
         problems = Problems()
         origin = Mark(f"sweep {self._plan.sweep}", 1, 1)
+        tasks = [task for m in self._plan.members for task in (m.trial.task, *(part.task for part in m.slices))]
+        folders = {origin.file: tuple(dict.fromkeys(Path(task[FOLDER]) for task in tasks if FOLDER in task))}
         reader = Reader(
             Assembled(_node(self._plan.spec, origin), "", origin.file, None, is_patched=True), self._catalog, problems
         )
         spec = reader.read()
-        expander = Expander(spec, self._catalog, problems, is_patched=True)
+        expander = Expander(spec, self._catalog, problems, is_patched=True, folders=folders)
         cells = expander.expand().cells
         Searches(reader, spec).add(cells)
         problems.check()

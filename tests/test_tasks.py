@@ -14,7 +14,10 @@ from runners.batch import SPLITS
 from runners.schema import UserError
 from sweeps import formula
 
-SMALL: dict[str, dict[str, Any]] = {"mqar": {"vocab_size": 64, "seq_len": 32, "n_pairs": 4}}
+SMALL: dict[str, dict[str, Any]] = {
+    "mqar": {"vocab_size": 64, "seq_len": 32, "n_pairs": 4},
+    "text": {"vocab_size": 260, "seq_len": 16, "data_files": "noise"},
+}
 """Settings of a task that make it quick; a task without an entry is tested as it is by default."""
 
 SEGMENTS = [{"seq_len": 16, "n_pairs": 2, "examples": 40}, {"seq_len": 32, "n_pairs": 8, "examples": 25}]
@@ -22,6 +25,20 @@ SEGMENTS = [{"seq_len": 16, "n_pairs": 2, "examples": 40}, {"seq_len": 32, "n_pa
 
 def small(name: str, **settings: Any) -> Any:
     return tasks.build({"name": name, **SMALL.get(name, {}), **settings})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def noise(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A text in which no row stands twice."""
+    path = tmp_path_factory.mktemp("text") / "noise"
+    path.write_bytes(np.random.default_rng(0).bytes(500_000))
+    SMALL["text"]["folder"] = str(path.parent)
+
+
+def whole(task: Any, scores: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The metrics of a set from those of its rows."""
+    means = {metric: float(value.double().mean()) for metric, value in scores.items()}
+    return means | (task.of_means(means) if hasattr(task, "of_means") else {})
 
 
 every_task = pytest.mark.parametrize("name", tasks.names())
@@ -93,16 +110,20 @@ def test_scores_of_a_perfect_and_of_a_guessing_model(name: str) -> None:
     perfect = torch.full((n_rows, n_labels, task.vocab_size), -30.0)
     perfect.scatter_(2, batch.target_BQ[..., None], 30.0)
     scores = task.score(perfect, batch)
-    assert set(scores) == set(facts.METRICS)
     assert all(value.shape == (n_rows,) for value in scores.values())
-    torch.testing.assert_close(scores["accuracy"], torch.ones(n_rows))
+    assert set(whole(task, scores)) == set(facts.METRICS) == set(facts.CHANCE)
+    assert facts.SELECT in facts.METRICS
     assert scores["loss"].max() < 1e-6
-    # CHANCE: a model that knows what a label may be, and nothing else, guesses one of them; the loss knows less.
+    # CHANCE: a model that knows nothing finds every token as likely.
     values = {"vocab_size": task.vocab_size, "seq_len": task.seq_len, **SMALL.get(name, {}), "layout": "zoology"}
+    flat = whole(task, task.score(torch.zeros(n_rows, n_labels, task.vocab_size), batch))
+    for metric in set(facts.METRICS) - {"accuracy"}:
+        assert flat[metric] == pytest.approx(formula.evaluate(facts.CHANCE[metric], values), rel=1e-5)
+    if "accuracy" not in facts.METRICS:
+        return
+    # A model that knows what a label may be, and nothing else, guesses one of them.
+    torch.testing.assert_close(scores["accuracy"], torch.ones(n_rows))
     chance = formula.evaluate(facts.CHANCE["accuracy"], values)
-    assert formula.evaluate(facts.CHANCE["loss"], values) == pytest.approx(math.log(task.vocab_size))
-    flat = task.score(torch.zeros(n_rows, n_labels, task.vocab_size), batch)
-    torch.testing.assert_close(flat["loss"], torch.full((n_rows,), math.log(task.vocab_size)))
     kinds = batch.target_BQ.unique()
     guess = torch.randint(0, len(kinds), batch.target_BQ.shape, generator=torch.Generator().manual_seed(0))
     guessed = torch.full_like(perfect, -1.0).scatter_(2, kinds[guess][..., None], 1.0)

@@ -1,0 +1,219 @@
+"""Text that trials train on: found, measured, hashed, read. No torch: plans and launches look at it too.
+
+    data_files     text as it lies on disk, byte for byte: a path, or a pattern whose files are joined in their order
+    valid_files    validation text of its own, written in the same way; test_files likewise
+    dataset        instead of data_files: a data set by its hub name, or a folder of JSONL, Parquet or CSV files, read
+                   by the `datasets` library. Its documents are joined, each ending in a line break; its splits
+                   `validation` and `test`, if it has them, are the valid and the test part
+    valid_share    the part of the text, before its last part, that is for validation where nothing else is
+    test_share     the last part of the text, likewise
+
+A trial's id holds what the spec says; what lies under it may change. So every trial notes a hash of the bytes it saw,
+and a path is relative to the task's `folder`, a place and no setting: that of the spec's file (`sweeps/files.py`).
+
+Not covered: text that does not fit into memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runners.schema import FILES, FOLDER, Exit, UserError, digest
+
+Task = Mapping[str, Any]
+"""The settings of a task."""
+PARTS = ("train", "valid", "test")
+_OWN = {"train": "data_files", "valid": "valid_files", "test": "test_files"}
+_SPLITS = {"train": "train", "valid": "validation", "test": "test"}
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """All text of a task in one buffer, and where each part of it begins and ends (bytes)."""
+
+    text: bytearray
+    parts: dict[str, tuple[int, int]]
+
+
+def find(pattern: str, folder: str | Path) -> list[Path]:
+    """The files of one parameter, in order. Raises `UserError` in words where there are none, or nothing in them."""
+    path = Path(folder) / Path(pattern).expanduser()
+    try:
+        if path.is_dir():
+            raise UserError(f"{pattern} is a folder: name its files, as {pattern.rstrip('/')}/*.txt")
+        found = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+        found = [one for one in found if one.is_file()]
+        if not found:
+            raise UserError(f"there is no file {pattern} in {Path(folder)}{_near(path)}")
+        if not measure(found):
+            raise UserError(f"{pattern} is empty")
+        for one in found:
+            with open(one, "rb"):
+                pass
+    except (OSError, ValueError) as error:
+        raise UserError(f"{pattern} cannot be read: {getattr(error, 'strerror', error)}") from error
+    return found
+
+
+def _near(path: Path) -> str:
+    from difflib import get_close_matches
+
+    there = [one.name for one in path.parent.iterdir() if one.is_file()] if path.parent.is_dir() else []
+    close = get_close_matches(path.name, there, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def measure(paths: list[Path]) -> int:
+    """Bytes of all of them."""
+    return sum(path.stat().st_size for path in paths)
+
+
+def _files(task: Task) -> Iterator[tuple[str, list[Path]]]:
+    """(parameter, its files) for each that names some."""
+    for name, pattern in task.items():
+        if name.endswith(FILES) and pattern is not None:
+            yield name, find(pattern, task.get(FOLDER, "."))
+
+
+def has_text(task: Task) -> bool:
+    return task.get("dataset") is not None or any(name.endswith(FILES) and task[name] is not None for name in task)
+
+
+def check(task: Task) -> None:
+    """Raises `UserError` if the text of a task is not there, before anything is trained on it."""
+    try:
+        for _ in _files(task):
+            pass
+    except UserError as error:
+        raise UserError(f"task {task['name']}: {error}", Exit.ENVIRONMENT) from error
+    if task.get("dataset") is not None:
+        _splits(task)
+
+
+def identity(task: Task) -> tuple[Any, ...]:
+    """Equal for equal text, as far as names, sizes and times of change can tell: a key for what was read."""
+    if task.get("dataset") is not None:
+        own: Any = tuple(task[name] for name in ("dataset", "config", "column", FOLDER))
+    else:
+        own = tuple((name, *map(_version, paths)) for name, paths in _files(task))
+    return (own, task["valid_share"], task["test_share"])
+
+
+def hashes(task: Task) -> dict[str, str]:
+    """SHA-256 of the files of each parameter, by how the spec calls them: `data corpus.txt`. Of missing ones a dash.
+
+    Nothing for a data set: reading it takes longer than a launch should. `fingerprint` has it.
+    """
+    found = {}
+    for name, pattern in task.items():
+        if name.endswith(FILES) and pattern is not None:
+            try:
+                paths = find(pattern, task.get(FOLDER, "."))
+                found[f"data {pattern}"] = _joined(tuple(map(_version, paths)))
+            except (UserError, OSError):
+                found[f"data {pattern}"] = "-"
+    return found
+
+
+def fingerprint(task: Task) -> str | None:
+    """16 hex digits over the bytes that training and evaluation read; None for a task without text."""
+    if not has_text(task):
+        return None
+    if task.get("dataset") is not None:
+        return hashlib.sha256(_dataset(task).text).hexdigest()[:16]
+    return digest({name.removesuffix(FILES): _joined(tuple(map(_version, paths))) for name, paths in _files(task)})
+
+
+def load(task: Task) -> Corpus:
+    """All of a task's text, read now. Raises `UserError` if some of it is not there."""
+    if task.get("dataset") is not None:
+        return _dataset(task)
+    own = dict(_files(task))
+    return _divide(task, {part: _read(own[name]) for part, name in _OWN.items() if name in own})
+
+
+def _version(path: Path) -> tuple[str, int, int]:
+    at = path.stat()
+    return str(path), at.st_size, at.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=256)
+def _joined(files: tuple[tuple[str, int, int], ...]) -> str:
+    """SHA-256 of files one after the other, computed once for each version of them."""
+    total = hashlib.sha256()
+    for path, _, _ in files:
+        with open(path, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                total.update(chunk)
+    return total.hexdigest()
+
+
+def _read(paths: list[Path]) -> bytearray:
+    text = bytearray()
+    for path in paths:
+        with open(path, "rb") as file:
+            text += file.read()
+    return text
+
+
+def _divide(task: Task, own: dict[str, bytearray]) -> Corpus:
+    """The parts one after the other. Those without text of their own are cut off the end of the training text."""
+    text, n = own["train"], len(own["train"])
+    cut = {part: int(n * task[f"{part}_share"]) for part in ("valid", "test") if part not in own}
+    parts, at = {"train": (0, n - sum(cut.values()))}, n - sum(cut.values())
+    for part, size in cut.items():
+        parts[part] = (at, at + size)
+        at += size
+    for part in ("valid", "test"):
+        if part in own:
+            parts[part] = (len(text), len(text) + len(own[part]))
+            text += own[part]
+    return Corpus(text, parts)
+
+
+# data sets
+
+
+def _splits(task: Task) -> Mapping[str, Any]:
+    """The splits of a data set, not yet read. Whatever `datasets` raises is told in one line."""
+    name, column = task["dataset"], task["column"]
+    local = Path(task.get(FOLDER, ".")) / Path(name).expanduser()
+    try:
+        import datasets
+
+        datasets.disable_progress_bars()
+        found = datasets.load_dataset(str(local) if local.is_dir() else name, task.get("config"))
+    except Exception as error:  # what that library and those below it raise when a name, a hub or a file is not there
+        told = (str(error).strip().splitlines() or [""])[0]
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
+        raise UserError(
+            f"task.dataset {name}: {type(error).__name__}: {told}{offline}. It is neither a folder in "
+            f"{Path(task.get(FOLDER, '.'))} nor a data set that can be had here: see to its name, to `config`, and to "
+            "the network; or give data_files",
+            Exit.ENVIRONMENT,
+        ) from error
+    if "train" not in found:
+        raise UserError(f"task.dataset {name} has no split train, but {', '.join(found)}")
+    if column not in found["train"].column_names:
+        there = ", ".join(found["train"].column_names)
+        raise UserError(f"task.dataset {name}: there is no column {column!r}; it has {there}: say `column`")
+    return found
+
+
+def _dataset(task: Task) -> Corpus:
+    found, own = _splits(task), {}
+    for part, split in _SPLITS.items():
+        if split in found:
+            text = own[part] = bytearray()
+            for document in found[split][task["column"]]:
+                line = str(document).encode("utf-8", "surrogatepass")
+                text += line if line.endswith(b"\n") else line + b"\n"
+    return _divide(task, own)
