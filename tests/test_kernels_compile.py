@@ -61,7 +61,8 @@ WIDE: dict[str, list[dict[str, Any]]] = {
 
 def compiled(op: str, cases: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
     """What each case compiled to, a kernel a row, by the case's number. One process for all: it takes long to start."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # another Triton, by hand
+    environment = {**os.environ, "PYTHONPATH": path}
     environment.pop("TRITON_INTERPRET", None)
     script = [sys.executable, str(ROOT / "tests" / "compile_kernels.py"), op, json.dumps(cases)]
     ran = subprocess.run(script, capture_output=True, text=True, env=environment)
