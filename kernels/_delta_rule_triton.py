@@ -246,8 +246,8 @@ def forward(
         tl.store(built + (bh * n_segments + segment) * K * V + at, x, inside)
         inside = (k < K)[:, None] & ((j >= V) & (j < V + K))[None, :]
         tl.store(Phi + (bh * n_segments + segment) * K * K + k[:, None] * K + (j - V)[None, :], x, inside)
-    else:
-        tl.store(end + bh * K * V + at, x, inside & (segment == n_segments - 1))
+    elif segment == n_segments - 1:
+        tl.store(end + bh * K * V + at, x, inside)
 
 
 @triton.jit
@@ -323,7 +323,8 @@ def reverse(
     if SCAN:
         tl.store(built + (bh * n_segments + segment) * K * V + at, x, inside)
     elif dstart is not None:
-        tl.store(dstart + bh * K * V + at, x, inside & (segment == 0))
+        if segment == 0:
+            tl.store(dstart + bh * K * V + at, x, inside)
 
 
 @triton.jit

@@ -73,7 +73,7 @@ def _join_kernel(
             x += tl.load(start_z + head * K + row, mask=live & in_z, other=0.0) * start_scale
     for i in range(0, n_segments):
         s = head * n_segments + (n_segments - 1 - i if reverse else i)
-        built = tl.load(states + s * size + at, mask=live & (i < n_segments - 1), other=0.0)
+        built = tl.load(states + s * size + at, mask=at < tl.where(i < n_segments - 1, size, 0), other=0.0)
         tl.store(states + s * size + at, x, mask=live)
         if decay == "token":
             x = x * tl.exp(tl.load(totals + s))
