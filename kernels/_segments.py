@@ -67,13 +67,14 @@ def _join_kernel(
     live, in_z = at < size, at >= K * V
     row = tl.where(in_z, at - K * V, at // V)
     x = tl.zeros([BLOCK], tl.float32)
+    zeros = tl.zeros([BLOCK], tl.int32)  # makes a block of a number: the interpreter takes no mask of one condition
     if has_start:
         x = tl.load(start + head * (K * V) + at, mask=live & (at < K * V), other=0.0) * start_scale
         if has_z:
             x += tl.load(start_z + head * K + row, mask=live & in_z, other=0.0) * start_scale
     for i in range(0, n_segments):
         s = head * n_segments + (n_segments - 1 - i if reverse else i)
-        built = tl.load(states + s * size + at, mask=at < tl.where(i < n_segments - 1, size, 0), other=0.0)
+        built = tl.load(states + s * size + at, mask=live & (zeros + i < n_segments - 1), other=0.0)
         tl.store(states + s * size + at, x, mask=live)
         if decay == "token":
             x = x * tl.exp(tl.load(totals + s))
