@@ -65,6 +65,10 @@ class Base(nn.Module):
             if isinstance(module, ShortConv | DecayGate):
                 module.draw(functools.partial(_named, generator, name))
 
+    def probe(self, x_BTD: Tensor, state: State) -> dict[str, Tensor]:
+        """What can be told of a sequence from its start and the state after it; see `runners/probes.py`."""
+        return {}
+
     def step(self, x_BD: Tensor, state: State) -> tuple[Tensor, State]:
         """One token. A mechanism whose `forward` costs nothing extra at T = 1 inherits this."""
         y_BTD, state = self(x_BD[:, None], state)

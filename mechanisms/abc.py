@@ -65,6 +65,10 @@ class Mixer(Base):
         total = torch.zeros(size, device=device, dtype=acc)
         return {**slots, "total": total, **self.project.initial_state(batch, device, dtype)}
 
+    def probe(self, x_BTD: Tensor, state: State) -> dict[str, Tensor]:
+        """How evenly the slots are filled, by the size of their keys."""
+        return {"effective/slots": state["keys"].norm(dim=-1)}
+
     def forward(self, x_BTD: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         q, k, v, carried = self.project(x_BTD, state)
         f, total = self._gate(x_BTD, state["total"] if state else None)

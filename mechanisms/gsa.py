@@ -60,6 +60,10 @@ class Mixer(Base):
         slots = {name: torch.zeros(size, device=device, dtype=acc) for name in ("keys", "values")}
         return {**slots, **self.project.initial_state(batch, device, dtype)}
 
+    def probe(self, x_BTD: Tensor, state: State) -> dict[str, Tensor]:
+        """How evenly the slots are filled, by the size of their keys."""
+        return {"effective/slots": state["keys"].norm(dim=-1)}
+
     def forward(self, x_BTD: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         q, k, v, carried = self.project(x_BTD, state)
         raw_BTHM = self.forget(x_BTD).unflatten(-1, (-1, self.slots))

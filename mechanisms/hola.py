@@ -133,6 +133,15 @@ class Mixer(Base):
         end = end._replace(k=end.k.to(dtype), v=end.v.to(dtype))
         return self.read(o, x_BTD), {"S": S, **end._asdict(), **carried}
 
+    def probe(self, x_BTD: Tensor, state: State) -> dict[str, Tensor]:
+        """Which share of what is kept comes from each quarter of the past, from the newest; and the read's weight."""
+        position = state["position"][:, : self.cache]
+        age = state["length"][:, None, None] - 1 - position
+        quarter = (4 * age) // state["length"][:, None, None].clamp(min=1)
+        kept = (position >= 0).sum().clamp(min=1)
+        shares = {f"age/{n}": ((quarter == n) & (position >= 0)).sum() / kept for n in range(4)}
+        return {**shares, "weight": self._weight()}
+
     def _weight(self) -> Tensor:
         """lambda, (H,)."""
         return self.gate.sigmoid()

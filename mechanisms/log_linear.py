@@ -176,6 +176,10 @@ class Mixer(Base):
         conv = block.empty_conv if isinstance(block, Mamba2Block) else block.project.initial_state
         return {"S": S, "length": length, **conv(batch, device, dtype)}
 
+    def probe(self, x_BTD: Tensor, state: State) -> dict[str, Tensor]:
+        """The weight of each level."""
+        return {f"lambda/{level}": lam for level, lam in enumerate(self.weights(x_BTD).unbind(-1))}
+
     def forward(self, x_BTD: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         start = LogLinearState(state["S"], state["length"]) if state else None
         lam, block, impl = self.weights(x_BTD), self.block, self.shape.impl

@@ -187,6 +187,11 @@ class Mixer(Base):
         t_B = (position_BT[:, -1] + 1).expand(B)
         return self._output(F.silu(o), x_BTD), {"keys": keys, "values": values, "t": t_B, **carried}
 
+    def probe(self, x_BTD: Tensor, state: State) -> dict[str, Tensor]:
+        """How evenly all that was written went to the slots, a head."""
+        position_BT = torch.arange(x_BTD.shape[1], device=x_BTD.device, dtype=torch.int32)[None]
+        return {"effective/slots": self.route(x_BTD, position_BT).sum(1)}
+
     def route(self, x_BTD: Tensor, position_BT: Tensor) -> Tensor:
         """r (B, T, H, M), fp32 or better, and zero but for top_k slots."""
         with torch.autocast(x_BTD.device.type, enabled=False):

@@ -123,6 +123,26 @@ class Mixer(Base):
         o = o / (z_BTHK * q).sum(-1, keepdim=True).clamp(min=DEN_MIN)
         return self.out(self.norm(o.flatten(2))), {"S": S, "z": z_BTHK[:, -1], **ends, **carried}
 
+    def probe(self, x_BTD: Tensor, state: State) -> dict[str, Tensor]:
+        """Of the steps S -> S (I - erase write^T), both of length 1 and at cosine c: c, the norm of a step, which is
+        (1 + sqrt(5 - 4c)) / 2, that of their product, and the condition of M, whose root bounds it where M is fixed
+        (derived)."""
+        k_raw = self.project(x_BTD, None)[1]
+        key = unit_norm(F.elu(k_raw.to(accumulator(k_raw))) + 1, SHORTEST)
+        write, _ = self._write(k_raw, key, None)
+        c = (key * write).sum(-1)
+        erase, step_c = (write, torch.ones_like(c)) if self.erase == "write" else (key, c)
+        P = torch.eye(key.shape[-1], device=key.device, dtype=key.dtype).expand_as(state["S"])
+        for t in range(key.shape[1]):
+            P = P - (P @ erase[:, t, :, :, None]) * write[:, t, :, None]
+        found = {"write_cosine": c, "step_norm": (1 + (5 - 4 * step_c).clamp(min=1).sqrt()) / 2}
+        found["product_norm"] = torch.linalg.matrix_norm(P, 2)
+        if self.penalty is not None:
+            ridge = torch.eye(key.shape[-1], device=key.device, dtype=torch.float64) * self.lambda0
+            values = torch.linalg.eigvalsh(state["A"].double() if self.nudge else state["M"].double() + ridge)
+            found["condition"] = values[..., -1] / values[..., 0]
+        return found
+
     def _write(self, k_raw: Tensor, key: Tensor, state: State | None) -> tuple[Tensor, State]:
         """The unit write direction (B, T, H, K), and the part of the state it comes from."""
         if self.penalty is None:

@@ -14,7 +14,7 @@ from runners.store import read_json
 
 _NO_MEMORY = {
     *("lr", "steps", "epochs", "tokens", "tokens_per_param", "warmup", "schedule", "beta1", "beta2", "weight_decay"),
-    *("clip", "keep", "stop_above", "eval_every"),
+    *("clip", "keep", "stop_above", "eval_every", "probe"),
 }
 """Training settings that do not change what an update needs of memory."""
 

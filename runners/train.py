@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from runners import evaluate, micro, streams, tasks
+from runners import evaluate, micro, probes, streams, tasks
 from runners import model as models
 from runners.batch import Batch
 from runners.feed import Feed
@@ -78,6 +78,7 @@ class Train:
         keep: weights to evaluate: the last, or the best on the validation set at any evaluation
         stop_above: stop once the validation score is better than this; none = never
         eval_every: updates between evaluations on the validation set; none = an epoch, or a fifth of the updates
+        probe: note numbers about the memory (probe/...) with each validation; it changes nothing else
     """
 
     def __init__(
@@ -101,13 +102,14 @@ class Train:
         keep: Literal["last", "best"] = "last",
         stop_above: float | None = None,
         eval_every: int | None = None,
+        probe: bool = False,
     ) -> None:
         self.steps, self.epochs, self.tokens, self.tokens_per_param = steps, epochs, tokens, tokens_per_param
         self.batch_size, self.batch_tokens = batch_size, batch_tokens
         self.lr, self.warmup, self.schedule = lr, warmup, schedule
         self.optimizer, self.betas = optimizer, (beta1, beta2)
         self.weight_decay, self.clip, self.dtype = weight_decay, clip, dtype
-        self.keep, self.stop_above, self.eval_every = keep, stop_above, eval_every
+        self.keep, self.stop_above, self.eval_every, self.probe = keep, stop_above, eval_every, probe
 
     def rows(self, seq_len: int) -> int:
         """Rows of an update."""
@@ -364,6 +366,8 @@ class _Run:
         scores = evaluate.score(self.model, self.task, "valid", self.device, self.train.dtype)
         del scores["n"]
         valid = {f"valid/{name}": value for name, value in scores.items()}
+        if self.train.probe:
+            valid |= probes.read(self.model, self.task, self.device, self.train.dtype)
         self._point(valid)
         score = self.sign * scores[self.select]
         best = self.best_scores.get(f"valid/{self.select}", -self.sign * math.inf)
