@@ -6,6 +6,7 @@ The surface. A mechanism file defines one class `Mixer(Base)`:
     forward(x_BTD, state=None) -> y_BTD, state      the whole sequence, continuing from `state` if given
     step(x_BD, state)          -> y_BD, state       one token
     initial_state(batch, device, dtype) -> state    before any token; `dtype` is the activations'
+    probe(x_BTD, state)        -> {name: tensor}    what may be told of a sequence and its last state; nothing is fine
 
 A state is a flat dict of tensors, batch first. Module-level literals are read without importing the file:
 REVISION, STATE and CACHE (elements carried after `seq_len` tokens, per layer and sequence: STATE in fp32 or int32,
