@@ -13,12 +13,37 @@ from kernels.kda import examples as kda_examples
 from kernels.kda import kda
 from kernels.mesa_solve import mesa_solve
 from kernels.ridge_solve import ridge_solve
+from mechanisms._parts import unit_norm
 
 
 def test_preconditioned_gated_deltanet_without_scaling_is_gated_deltanet() -> None:
     plain = build("gated_deltanet", {"expand_v": 2})
     assert same(build("preconditioned_gated_deltanet", {"expand_v": 2, "squash": 1.0}), plain)
     assert not same(build("preconditioned_gated_deltanet", {"expand_v": 2}), plain)
+
+
+def test_preconditioned_gated_deltanet_token_by_token() -> None:
+    """Against the recurrence of its docstring, written out here."""
+    mixer, x = build("preconditioned_gated_deltanet", {}), tokens(30)
+    q, k, v, _ = mixer.project(x, None)
+    q, k = unit_norm(q), unit_norm(k)
+    beta, alpha = mixer.write(x), mixer.decay(x).exp()
+    b, c = mixer.curvature_write(x), mixer.curvature_decay(x).exp()
+    S, A, out = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64), []
+    for t in range(30):
+        A = c[:, t, :, None] * A + b[:, t, :, None] * k[:, t] ** 2
+        r = torch.log(A + 1e-6) + 0.2
+        M = 1.5 ** -(r / (1 + r.abs()))
+        S = alpha[:, t, :, None, None] * S
+        u = beta[:, t, :, None] * (v[:, t] - (S * k[:, t, :, :, None]).sum(2))
+        S = S + (M * k[:, t])[..., None] * u[:, :, None]
+        out.append((S * q[:, t, :, :, None]).sum(2) * HEAD_DIM**-0.5)
+    heads: list[Tensor] = []
+    mixer.read.norm.register_forward_pre_hook(lambda _module, given: heads.append(given[0]))
+    _, state = mixer(x)
+    assert close(heads[0], torch.stack(out, 1))
+    assert close(state["S"], S)
+    assert close(state["A"][:, :, 0], A)
 
 
 def test_a_channel_is_scaled_within_its_bounds_and_the_less_the_more_it_was_used() -> None:
