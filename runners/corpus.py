@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import glob
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -98,6 +99,21 @@ def check(task: Task) -> None:
         _splits(task)
 
 
+def rows(task: Task, part: str) -> int | None:
+    """How many rows there are in an epoch of training, or in the validation or test of a task: what its settings say,
+    or what its files hold. None where that takes reading them: a data set of the hub."""
+    said = task.get({"train": "examples", "valid": "valid_examples", "test": "test_examples"}[part])
+    if task.get("data_files") is None:
+        return said
+    try:
+        sizes = {name: measure(paths) for name, paths in _files(task)}
+    except UserError:
+        return said
+    first, last = _parts(task, {own: sizes[name] for own, name in _OWN.items() if name in sizes})[part]
+    held = (last - first) // task["seq_len"]
+    return held if said is None else said if part == "train" else min(said, held)
+
+
 def identity(task: Task) -> tuple[Any, ...]:
     """Equal for equal text, as far as names, sizes and times of change can tell: a key for what was read."""
     if task.get("dataset") is not None:
@@ -165,18 +181,21 @@ def _read(paths: list[Path]) -> bytearray:
 
 
 def _divide(task: Task, own: dict[str, bytearray]) -> Corpus:
-    """The parts one after the other. Those without text of their own are cut off the end of the training text."""
-    text, n = own["train"], len(own["train"])
-    cut = {part: int(n * task[f"{part}_share"]) for part in ("valid", "test") if part not in own}
-    parts, at = {"train": (0, n - sum(cut.values()))}, n - sum(cut.values())
-    for part, size in cut.items():
-        parts[part] = (at, at + size)
-        at += size
-    for part in ("valid", "test"):
-        if part in own:
-            parts[part] = (len(text), len(text) + len(own[part]))
-            text += own[part]
+    parts, text = _parts(task, {part: len(found) for part, found in own.items()}), own["train"]
+    for part in PARTS[1:]:
+        text += own.get(part, b"")
     return Corpus(text, parts)
+
+
+def _parts(task: Task, own: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Where each part begins and ends, from the bytes of those with text of their own, which lie one after the other.
+
+    The others are cut off the end of the training text.
+    """
+    cut = {part: int(own["train"] * task[f"{part}_share"]) for part in PARTS[1:] if part not in own}
+    sizes = {"train": own["train"] - sum(cut.values()), **cut, **{p: own[p] for p in PARTS[1:] if p in own}}
+    ends = list(itertools.accumulate(sizes.values()))
+    return {part: (end - size, end) for (part, size), end in zip(sizes.items(), ends, strict=True)}
 
 
 # data sets

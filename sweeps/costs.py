@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from runners import corpus
 from runners.schema import Trial, UserError
 from sweeps import formula, layers
 from sweeps.blocks import longest_row
@@ -76,9 +77,9 @@ class Analyst:
         tokens = steps * rows * length
         forward = self._forward(env, n_params)
         every = train.get("eval_every") or max(1, steps // 5)
-        checked = (trial.task.get("valid_examples") or 0) * len(trial.task.get("segments") or [0]) * length
+        checked = (corpus.rows(trial.task, "valid") or 0) * len(trial.task.get("segments") or [0]) * length
         looked_at = -(-steps // every) * checked
-        looked_at += sum((s.get("test_examples") or 0) * (s.get("seq_len") or length) for s in slices)
+        looked_at += sum((corpus.rows(s, "test") or 0) * (s.get("seq_len") or length) for s in slices)
         flops = forward * (3 * tokens + looked_at)
         bf16 = train.get("dtype") == "bf16"
         speed = self.rate.bf16 if bf16 else self.rate.fp32
@@ -137,7 +138,7 @@ class Analyst:
         if not rows or not length:
             return None
         if train.get("epochs") is not None:
-            own = trial.task.get("examples")
+            own = corpus.rows(trial.task, "train")
             sizes = [part.get("examples", own) for part in trial.task.get("segments") or [{}]]
             known = [size for size in sizes if isinstance(size, int)]
             return int(train["epochs"]) * sum(-(-size // rows) for size in known) if len(known) == len(sizes) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from runners import corpus
 from sweeps.blocks import Resolved, longest_row
 
 
@@ -37,7 +38,8 @@ def n_steps(blocks: Mapping[str, Resolved]) -> int | None:
     if train.get("steps") is not None:
         return train["steps"]
     rows = train.get("batch_size") or max(1, (train.get("batch_tokens") or 0) // (longest_row(task) or 1))
-    sizes = [part.get("examples", task.get("examples")) for part in task.get("segments") or [{}]]
+    own = corpus.rows(blocks["task"].settings, "train")
+    sizes = [part.get("examples", own) for part in task.get("segments") or [{}]]
     if train.get("epochs") is None or None in sizes:
         return None
     return train["epochs"] * sum(-(-size // rows) for size in sizes)

@@ -18,13 +18,17 @@ from dashboards import report
 from runners import corpus, driver, evaluate, tasks
 from runners import model as models
 from runners import train as training
-from runners.schema import Exit, Trial, UserError
+from runners.feed import Feed
+from runners.schema import Exit, Plan, Trial, UserError
 from runners.store import Store
 from runners.train import Snapshot
 from sweeps import library
 from sweeps.catalog import Catalog
+from sweeps.costs import CPU as CPU_RATE
+from sweeps.costs import Analyst
 from sweeps.plan import load
 from sweeps.reader import SpecError
+from sweeps.searches import Suggestions
 
 CPU = torch.device("cpu")
 CATALOG = Catalog()
@@ -230,6 +234,31 @@ def test_what_is_wrong_with_a_text_is_told_at_its_place(name: str, folder: Path,
     assert words.format(folder=folder) in told
     assert (mark.line, mark.column) == (line, column)
     assert not others or name == "shares", "no training text is left then"
+
+
+@pytest.mark.parametrize("own", ["", "examples: 33", "seq_len: 7", "valid_files: '*.txt'", "valid_examples: 99"])
+def test_the_plan_counts_the_rows_of_a_text(own: str, folder: Path) -> None:
+    changed = [f"task.{own.replace(': ', '=')}"] if own else []
+    spec = folder / "letters.yaml"
+    spec.write_text(SPEC.replace("steps: 3", "epochs: 2"))
+    member = load(str(spec), catalog=CATALOG, sets=changed).members[0]
+    task, settings = tasks.build(member.trial.task), training.Train(**(member.trial.train or {}))
+    for part in ("train", "valid", "test"):
+        assert corpus.rows(member.trial.task, part) == task.groups(part)[0].stop
+    feed = Feed(task, 2, 0, CPU)
+    exact = settings.n_steps(feed.steps_per_epoch, feed.tokens_per_epoch, 0)
+    assert Analyst(CATALOG, CPU_RATE).work(member.trial).steps == exact
+
+
+def test_a_search_goes_on_from_its_frozen_plan_wherever_it_runs(folder: Path, elsewhere: None) -> None:
+    more = "search: {train.lr: {values: [1e-3, 1e-2]}, sampler: grid}\n"
+    (folder / "letters.yaml").write_text(SPEC.replace("lr: 1e-2", "warmup: 0") + more)
+    plan = Plan.from_lines(load(str(folder / "letters.yaml"), catalog=CATALOG).to_lines())
+    for search in plan.searches:
+        assert (search.select, search.directions) == (("valid/loss",), ("min",))
+        made = Suggestions(plan, CATALOG)(search.key, {"train.lr": 1e-3})
+        assert made.problem is None
+        assert made.settings["task"] == plan.members[0].trial.task
 
 
 # the whole way
