@@ -32,7 +32,7 @@ def test_preconditioned_gated_deltanet_token_by_token() -> None:
     S, A, out = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64), []
     for t in range(30):
         A = c[:, t, :, None] * A + b[:, t, :, None] * k[:, t] ** 2
-        r = torch.log(A + 1e-6) + 0.2
+        r = torch.log(A + 1e-6) - mixer.center  # -0.2, in fp32
         M = 1.5 ** -(r / (1 + r.abs()))
         S = alpha[:, t, :, None, None] * S
         u = beta[:, t, :, None] * (v[:, t] - (S * k[:, t, :, :, None]).sum(2))
