@@ -46,12 +46,6 @@ def _tile(base, rows, cols, D: tl.constexpr):
 
 
 @triton.jit
-def _triangle(base, i, C: tl.constexpr):
-    """A lower triangular scratch matrix of a chunk. Blocks of 16 above the diagonal are neither written nor read."""
-    return tl.load(base + i[:, None] * C + i[None, :], (i // 16)[:, None] >= (i // 16)[None, :], 0.0)
-
-
-@triton.jit
 def _place(index, slots, T, H, C: tl.constexpr):
     """Batch, head, first token and end of its sequence, of the chunk `index`."""
     slot = index // H
@@ -129,38 +123,39 @@ def scores(
     if beta is not None:
         ab *= tl.load(beta + heads, t < end, 0.0)[:, None]
     tile = index * C * C + i[:, None] * C + i[None, :]
-    blocks = (i // 16)[:, None] >= (i // 16)[None, :]
+    blocks = (i // 16)[:, None] >= (i // 16)[None, :]  # those that `invert` reads
     tl.store(L + tile, tl.where(i[:, None] > i[None, :], ab, 0.0), blocks)
-    tl.store(P + tile, tl.where(i[:, None] >= i[None, :], qb, 0.0), blocks)
+    tl.store(P + tile, tl.where(i[:, None] >= i[None, :], qb, 0.0))
 
 
 @triton.jit
 def invert(L, Ti, C: tl.constexpr, PREC: tl.constexpr):
     """T = (I + L)^-1 of one chunk, in blocks of 16 from the top: T_rc = -T_rr (sum over c <= m < r of L_rm T_mc).
 
-    `Ti` may be `L`: all of it is read before any is written, so that there is one wait for memory.
+    `Ti` may be `L`: a row of blocks is read before it is written.
     """
     index = tl.program_id(0).to(tl.int64)
     L += index * C * C
     Ti += index * C * C
     i = tl.arange(0, 16)
     tile = i[:, None] * C + i[None, :]
-    blocks = ()
-    for r in tl.static_range(C // 16):
-        for c in tl.static_range(r + 1):
-            blocks = blocks + (tl.load(L + (r * C + c) * 16 + tile),)  # noqa: RUF005 (the compiler knows no unpacking)
     inverse = ()
     for r in tl.static_range(C // 16):
-        X = _inverse_16(blocks[r * (r + 3) // 2], PREC)
+        row = ()
+        for m in tl.static_range(r):
+            row = row + (tl.load(L + (r * C + m) * 16 + tile),)  # noqa: RUF005 (the compiler knows no unpacking)
+        X = _inverse_16(tl.load(L + r * 16 * (C + 1) + tile), PREC)
         for c in tl.static_range(r):
-            total = tl.dot(blocks[r * (r + 1) // 2 + c], inverse[c * (c + 3) // 2], input_precision=PREC)
+            total = tl.dot(row[c], inverse[c * (c + 3) // 2], input_precision=PREC)
             for m in tl.static_range(c + 1, r):
-                total += tl.dot(blocks[r * (r + 1) // 2 + m], inverse[m * (m + 1) // 2 + c], input_precision=PREC)
+                total += tl.dot(row[m], inverse[m * (m + 1) // 2 + c], input_precision=PREC)
             below = -tl.dot(X, total, input_precision=PREC)
             inverse = inverse + (below,)  # noqa: RUF005
             tl.store(Ti + (r * C + c) * 16 + tile, below)
         inverse = inverse + (X,)  # noqa: RUF005
         tl.store(Ti + (r * C + r) * 16 + tile, X)
+        for c in tl.static_range(r + 1, C // 16):
+            tl.store(Ti + (r * C + c) * 16 + tile, tl.zeros([16, 16], tl.float32))
 
 
 @triton.jit
@@ -220,12 +215,12 @@ def forward(
         e -= read
         if beta is not None:
             e *= tl.load(beta + (i_b * T + t) * H + h, t < behind, 0.0)[:, None]
-        u = tl.dot(_triangle(Ti + index * C * C, i, C), e.to(dtype), input_precision=PREC)
+        u = tl.dot(_tile(Ti + index * C * C, i, i, C), e.to(dtype), input_precision=PREC)
         if not SCAN:
             out = tl.dot(_load(q, t, q_t, k, behind, K), x_n, input_precision=PREC)
             if G is not None:
                 out *= Ga[:, None]
-            out += tl.dot(_triangle(P + index * C * C, i, C), u.to(dtype), input_precision=PREC)
+            out += tl.dot(_tile(P + index * C * C, i, i, C), u.to(dtype), input_precision=PREC)
             rows = ((i_b * T + t) * H + h)[:, None] * V
             tl.store(o + rows + j[None, :], out * scale, (t < behind)[:, None] & (j < V)[None, :])
             if U is not None:
@@ -303,11 +298,11 @@ def reverse(
             Ga = tl.load(G + index * 4 * C + i)
             du *= tl.load(G + index * 4 * C + C + i)[:, None]
         do_n = _load(do, t, do_t, j, behind, V)
-        du += scale * tl.dot(tl.trans(_triangle(P + index * C * C, i, C)), do_n, input_precision=PREC)
+        du += scale * tl.dot(tl.trans(_tile(P + index * C * C, i, i, C)), do_n, input_precision=PREC)
         if dux is not None:
             rows = ((i_b * T + t) * H + h)[:, None] * V
             du += tl.load(dux + rows + j[None, :], (t < behind)[:, None] & (j < V)[None, :], 0.0)
-        r = tl.dot(tl.trans(_triangle(Ti + index * C * C, i, C)), du.to(dtype), input_precision=PREC)
+        r = tl.dot(tl.trans(_tile(Ti + index * C * C, i, i, C)), du.to(dtype), input_precision=PREC)
         if not SCAN:
             tl.store(R + index * C * V + i[:, None] * V + j[None, :], r, (j < V)[None, :])
             tl.store(dS + index * K * V + at, x_n, inside)
@@ -322,7 +317,7 @@ def reverse(
         x -= tl.dot(tl.trans(a_n), r.to(dtype), input_precision=PREC)
     if SCAN:
         tl.store(built + (bh * n_segments + segment) * K * V + at, x, inside)
-    elif dstart is not None:
+    elif dstart is not None:  # noqa: SIM102 (decided when compiled, the next line when it runs)
         if segment == 0:
             tl.store(dstart + bh * K * V + at, x, inside)
 
