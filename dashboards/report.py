@@ -184,7 +184,10 @@ def _test_row(found: Comparison) -> dict[str, Any]:
 
 
 def _cell_row(cell: cells.Cell) -> dict[str, Any]:
-    main = cell.main
+    main, label = cell.main, ""
+    if not main.n:  # another task than the one that the sweep is about may have other metrics
+        column, main = next(((c, s) for c, s in cell.scores.items() if s.n), ("", main))
+        label = f"{title(column)} " if column else ""
     bad = {s: n for s, n in cell.counts.items() if s != Status.COMPLETE}
     return {
         "name": cell.name,
@@ -194,9 +197,9 @@ def _cell_row(cell: cells.Cell) -> dict[str, Any]:
         "state_text": bytes_text(cell.state_bytes),
         "params": cell.n_params,
         "n": f"{main.n} of {cell.planned}" if main.n != cell.planned else f"{main.n}",
-        "mean": main.mean,
-        "mean_text": nearly(main.mean),
-        "median": main.median,
+        "mean": cell.main.mean,
+        "mean_text": label + nearly(main.mean),
+        "median": cell.main.median,
         "median_text": nearly(main.median),
         "interval": cells.interval_text(main),
         "seeds": " ".join(nearly(v) for v in main.values),

@@ -15,6 +15,8 @@ from scipy import stats
 from torch.nn import functional as F
 
 from dashboards import report
+from dashboards.cells import Cell
+from dashboards.stats import summarise
 from runners import corpus, driver, evaluate, tasks
 from runners import model as models
 from runners import train as training
@@ -295,6 +297,14 @@ def test_from_a_folder_to_a_report_and_what_becomes_of_changed_text(
     assert again.exit_code == Exit.OK, "all is there: no text is needed"
     with pytest.raises(UserError, match=r"task text: there is no file corpus\.txt"):
         driver.launch(plan, store=store.root, executor="inline", say=lambda _: None, stale="rerun")
+
+
+def test_a_cell_without_the_sweeps_own_score_shows_the_one_it_has() -> None:
+    """As in a sweep over recall and text: accuracy is what it is about, and text has none."""
+    scores = {"test/accuracy": summarise([math.nan], (0, 1), "max"), "test/loss": summarise([2.5], None, "min")}
+    row = report._cell_row(Cell("a/task-text", "a", "text", 8, 8, 1, {"complete": 1}, scores))
+    assert (row["n"], row["mean_text"], row["seeds"]) == ("1", "test loss 2.500", "2.500")
+    assert math.isnan(row["mean"]), "it is sorted apart"
 
 
 # data sets
