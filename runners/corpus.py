@@ -46,12 +46,14 @@ class Corpus:
 
 def find(pattern: str, folder: str | Path) -> list[Path]:
     """The files of one parameter, in order. Raises `UserError` in words where there are none, or nothing in them."""
-    path = Path(folder) / Path(pattern).expanduser()
+    wanted = Path(pattern).expanduser()
+    path = Path(folder) / wanted
     try:
         if path.is_dir():
             raise UserError(f"{pattern} is a folder: name its files, as {pattern.rstrip('/')}/*.txt")
-        found = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-        found = [one for one in found if one.is_file()]
+        below = os.path.join(glob.escape(str(folder)), wanted)
+        names = [path] if path.is_file() else sorted(glob.glob(below, recursive=True))
+        found = [one for one in map(Path, names) if one.is_file()]
         if not found:
             raise UserError(f"there is no file {pattern} in {Path(folder)}{_near(path)}")
         if not measure(found):
@@ -89,14 +91,21 @@ def has_text(task: Task) -> bool:
 
 
 def check(task: Task) -> None:
-    """Raises `UserError` if the text of a task is not there, before anything is trained on it."""
+    """Raises `UserError` if the text of a task is not there or too short, before anything is trained on it."""
     try:
-        for _ in _files(task):
-            pass
+        for part, (first, last) in _measured(task).items():
+            if last - first < task["seq_len"]:
+                raise UserError(f"the {part} part has {last - first:,} bytes, a row {task['seq_len']:,} (seq_len)")
     except UserError as error:
         raise UserError(f"task {task['name']}: {error}", Exit.ENVIRONMENT) from error
+
+
+def _measured(task: Task) -> dict[str, tuple[int, int]]:
+    """Where each part begins and ends. A data set is read for that, as it has to be later."""
     if task.get("dataset") is not None:
-        _splits(task)
+        return _dataset(task).parts
+    sizes = {name: measure(paths) for name, paths in _files(task)}
+    return _parts(task, {part: sizes[name] for part, name in _OWN.items() if name in sizes})
 
 
 def rows(task: Task, part: str) -> int | None:
@@ -106,10 +115,9 @@ def rows(task: Task, part: str) -> int | None:
     if task.get("data_files") is None:
         return said
     try:
-        sizes = {name: measure(paths) for name, paths in _files(task)}
+        first, last = _measured(task)[part]
     except UserError:
         return said
-    first, last = _parts(task, {own: sizes[name] for own, name in _OWN.items() if name in sizes})[part]
     held = (last - first) // task["seq_len"]
     return held if said is None else said if part == "train" else min(said, held)
 
@@ -214,16 +222,16 @@ def _splits(task: Task) -> Mapping[str, Any]:
         told = (str(error).strip().splitlines() or [""])[0]
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
         raise UserError(
-            f"task.dataset {name}: {type(error).__name__}: {told}{offline}. It is neither a folder in "
+            f"dataset {name}: {type(error).__name__}: {told}{offline}. It is neither a folder in "
             f"{Path(task.get(FOLDER, '.'))} nor a data set that can be had here: see to its name, to `config`, and to "
             "the network; or give data_files",
             Exit.ENVIRONMENT,
         ) from error
     if "train" not in found:
-        raise UserError(f"task.dataset {name} has no split train, but {', '.join(found)}")
+        raise UserError(f"dataset {name} has no split train, but {', '.join(found)}")
     if column not in found["train"].column_names:
         there = ", ".join(found["train"].column_names)
-        raise UserError(f"task.dataset {name}: there is no column {column!r}; it has {there}: say `column`")
+        raise UserError(f"dataset {name}: there is no column {column!r}; it has {there}: say `column`")
     return found
 
 

@@ -53,7 +53,7 @@ compare: [{a: {mechanism: softmax}, b: {mechanism: sliding_window}}]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a spec and its text."""
-    made = tmp_path / "specs"
+    made = tmp_path / "specs[1]"
     made.mkdir()
     (made / "corpus.txt").write_bytes(BYTES)
     (made / "letters.yaml").write_text(SPEC)
@@ -187,11 +187,11 @@ def test_a_path_begins_where_its_spec_lies_and_no_id_depends_on_it(
     assert {part.task["folder"] for member in plan.members for part in member.slices} == {str(folder)}
     assert all("folder" not in member.varying for member in plan.members)
     child = tmp_path / "child.yaml"
-    child.write_text("extends: specs/letters.yaml\ntrain.lr: 1e-3\n")
+    child.write_text("extends: specs[1]/letters.yaml\ntrain.lr: 1e-3\n")
     assert places(child) == {str(folder)}, "the parent wrote the path"
     shutil.copytree(folder, tmp_path / "moved")
     assert ids(tmp_path / "moved" / "letters.yaml") == before
-    a, b = (load(str(tmp_path / f / "letters.yaml"), catalog=CATALOG).members[0].trial for f in ("specs", "moved"))
+    a, b = (load(str(tmp_path / f / "letters.yaml"), catalog=CATALOG).members[0].trial for f in ("specs[1]", "moved"))
     assert a.task["folder"] != b.task["folder"]
     assert training.data_seed(a) == training.data_seed(b)
     assert torch.equal(models.build(a).embedding.weight, models.build(b).embedding.weight)
@@ -326,14 +326,18 @@ def test_a_folder_of_documents_and_a_hub_that_is_away(tmp_path: Path, monkeypatc
     with pytest.raises(UserError, match="there is no column 'text'; it has body"):
         tasks.build({**settings, "column": "text"}).groups("train")
 
+    long = {**task._source, "name": "text", "seq_len": 6}
+    with pytest.raises(UserError, match="the valid part has 5 bytes, a row 6"):
+        corpus.check(long)
+
     def away(*_: Any) -> None:
         raise ConnectionError("no route to the hub\nand so on")
 
     monkeypatch.setattr(datasets, "load_dataset", away)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError) as caught:
-        corpus.check({**task._source, "name": "text", "dataset": "some/words"})
-    told = "task.dataset some/words: ConnectionError: no route to the hub (HF_HUB_OFFLINE is set). It is neither"
+        corpus.check({**long, "dataset": "some/words"})
+    told = "task text: dataset some/words: ConnectionError: no route to the hub (HF_HUB_OFFLINE is set). It is neither"
     assert told in str(caught.value)
     assert caught.value.exit_code == Exit.ENVIRONMENT
 
