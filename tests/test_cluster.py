@@ -267,6 +267,7 @@ def test_nodes_that_do_not_see_the_store(
     assert not list(store.root.glob("trials/*/attempts")), "nobody else saw the store"
 
 
+@pytest.mark.wide  # the Slurm script's test runs a sweep on a cluster too
 def test_a_kuberay_job(tmp_path: Path, cluster: tuple[str, list[Any]]) -> None:
     """As the operator runs its entrypoint: on the head node, with the cluster's address in RAY_ADDRESS."""
     line = shlex.split(test_cluster_files.job()["spec"]["entrypoint"].replace("/store/runs", str(tmp_path / "runs")))

@@ -203,7 +203,8 @@ def test_signals_stop_at_a_checkpoint(tmp_path: Path, undisturbed: tuple[Plan, l
     """Ctrl-C, `timeout` and batch systems signal the whole group, and some of them the driver once more."""
     plan, expected = undisturbed
     store = stores.make(tmp_path / "runs")
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # The other signal has a test while Ray starts, and both have one without Ray (test_driver).
+    for number in (signal.SIGINT, signal.SIGTERM) if os.environ.get("MEMSWEEP_WIDE") else (signal.SIGINT,):
         begun = {path.parent for path in store.root.glob("trials/*/attempts/*/log.txt")}
 
         def is_training(begun: set[Path] = begun) -> bool:
