@@ -216,17 +216,22 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class RmsNorm(nn.Module):
-    """x / rms(x) * weight along the last dimension, in fp32 or better; `weight` (width,) starts at 1."""
+    """x / rms(x) * weight along the last dimension, in fp32 or better; `weight` (width,) starts at 1. With `groups`,
+    each of so many parts of the dimension has an rms of its own."""
 
-    def __init__(self, width: int, eps: float = 1e-5) -> None:
+    def __init__(self, width: int, eps: float = 1e-5, groups: int = 1) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.eps, self.groups = eps, groups
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(accumulator(x))
-            return _RmsNorm.apply(x, self.weight.to(x.dtype), self.eps)
+            weight = self.weight.to(x.dtype)
+            if self.groups == 1:
+                return _RmsNorm.apply(x, weight, self.eps)
+            parts = x.unflatten(-1, (self.groups, -1))
+            return _RmsNorm.apply(parts, x.new_ones(parts.shape[-1]), self.eps).flatten(-2) * weight
 
 
 class GatedOutput(nn.Module):
@@ -260,7 +265,7 @@ class Mamba2Block(Base):
         self.decay = DecayGate(self.shape, a_max, a_min)
         self.D = nn.Parameter(torch.ones(self.shape.n_heads))
         self.gate = nn.Linear(shape.d_model, inner, bias=False)
-        self.norm = RmsNorm(inner // groups)
+        self.norm = RmsNorm(inner, groups=groups)
         self.out = nn.Linear(inner, shape.d_model, bias=False)
 
     def empty_conv(self, batch: int, device: torch.device, dtype: torch.dtype) -> State:
@@ -285,7 +290,7 @@ class Mamba2Block(Base):
         with torch.autocast(x_BTD.device.type, enabled=False):
             acc = accumulator(y_BTHP)
             y = (y_BTHP.to(acc) + self.D[:, None] * x_BTHP).flatten(2) * gate
-            y = self.norm(y.unflatten(-1, (self.groups, -1))).flatten(2)
+            y = self.norm(y)
         return self.out(y)
 
 

@@ -90,6 +90,8 @@ class GeluMlp(nn.Module):
         width: features between the two matrices; none = 4 d_model
     """
 
+    LIMITS = ("width is None or width >= 1",)
+
     def __init__(self, d_model: int, *, width: int | None = None) -> None:
         super().__init__()
         width = 4 * d_model if width is None else width
@@ -106,6 +108,8 @@ class SwigluMlp(nn.Module):
     Args:
         width: features between the matrices; none = 8/3 d_model, rounded up to a multiple of 32
     """
+
+    LIMITS = ("width is None or width >= 1",)
 
     def __init__(self, d_model: int, *, width: int | None = None) -> None:
         super().__init__()

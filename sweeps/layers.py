@@ -64,16 +64,20 @@ def named(entry: Any) -> tuple[str, dict[str, Any]]:
     return entry["name"], {key: value for key, value in entry.items() if key != "name"}
 
 
-def settled(entries: list[Any], mechanism: str, position: str) -> list[Any]:
+def settled(entries: list[Any], mechanism: str, position: str) -> list[Any] | None:
     """Entries as a trial of `mechanism` has them: the model's own position is left out; where none is called
-    `mechanism`, those that bear its name alone are it."""
+    `mechanism`, those that bear its name alone are it; what repeats stands once; and none if all are the mechanism."""
     found = []
     for entry in entries:
         name, settings = named(entry)
         if settings.get("position") == position:
             del settings["position"]
         found.append(_short(name, settings))
-    return found if "mechanism" in found else ["mechanism" if entry == mechanism else entry for entry in found]
+    if "mechanism" not in found:
+        found = ["mechanism" if entry == mechanism else entry for entry in found]
+    n = len(found)
+    period = next((p for p in range(1, n + 1) if n % p == 0 and found == found[:p] * (n // p)), 0)
+    return None if found[:period] == ["mechanism"] else found[:period]
 
 
 def identity(entries: list[Any], catalog: Catalog) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from runners.schema import UserError
@@ -60,12 +60,25 @@ class Rules:
                 if block is not None and name != "mechanism":
                     yield from ((rule, env, name) for rule in _broken(block, env))
 
+    @staticmethod
+    def _inside(owner: Resolved, inside: str) -> Collection[str]:
+        """Parameters of the block that is chosen for `inside`."""
+        options = owner.block.blocks.get(inside)
+        return options[owner.env[inside]["name"]].params.keys() if options else ()
+
     def _tell(
         self, owner: Resolved, rule: str, env: Mapping[str, Any], blocks: Mapping[str, Resolved], inside: str
     ) -> None:
         names = formula.names(rule)
-        raws = [owner.raw, *(block.raw for block in blocks.values() if block is not owner)]
-        marks = [(m in raw.late, raw.marks[m]) for raw in raws for m in raw.marks if m.rpartition(".")[2] in names]
+        known = owner.block.params.keys() | self._inside(owner, inside)
+        raws = {True: [owner.raw], False: [owner.raw, *(b.raw for b in blocks.values() if b is not owner)]}
+        marks = [
+            (m in raw.late, raw.marks[m])
+            for name in names
+            for raw in raws[name in known]  # another block's parameter of the same name is not what the rule reads
+            for m in raw.marks
+            if m.rpartition(".")[2] == name
+        ]
         marks = [(late, mark) for late, mark in marks if late] or marks
         title = owner.block.title
         if inside in owner.block.blocks:

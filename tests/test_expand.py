@@ -74,11 +74,20 @@ def test_layers_are_one_thing_however_they_are_written(tmp_path: Path) -> None:
     ):
         assert one(same) == short
     assert one("[mechanism, mechanism, {name: softmax, position: none}]") == short
+    assert one("none") == one("[mechanism]") == one("[raven, raven]")
     own = one("[mechanism, raven, {name: raven, slots: 32}]")
     assert own[1] == ["mechanism", "raven", {"name": "raven", "slots": 32}]
     window = one("[mechanism, {name: sliding_window, window: 16}]")
     assert window == one("[mechanism, sliding_window]")
     assert len({short[0], own[0], window[0], one("[mechanism, {name: sliding_window, window: 8}]")[0]}) == 4
+
+
+def test_layers_that_repeat_stand_once(tmp_path: Path) -> None:
+    text = HYBRID.replace("n_layers: 3", "n_layers: 4") + "model.layers: "
+    short, long = ("[raven, softmax]", "[mechanism, softmax, mechanism, softmax]")
+    found = [plan(text + layers, tmp_path, catalog=Catalog()).members[0].trial for layers in (short, long)]
+    assert found[0] == found[1]
+    assert found[0].model["layers"] == ["mechanism", "softmax"]
 
 
 def test_a_layers_revision_is_part_of_the_id(tmp_path: Path) -> None:
@@ -96,7 +105,7 @@ def test_layers_are_an_axis_whose_cells_have_readable_names(tmp_path: Path) -> N
     )
     names = [member.cell for member in plan(text, tmp_path, catalog=Catalog()).members]
     assert names == [
-        "raven/layers-mechanism",
+        "raven/layers-none",
         "raven/layers-mechanism+softmax",
         "raven/layers-mechanism+sliding_window:window-4",
     ]

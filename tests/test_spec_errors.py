@@ -286,5 +286,23 @@ def test_a_slice_of_a_smaller_vocabulary_and_a_mixture_of_layers_are_fine(tmp_pa
     assert len(plan(REAL + text, tmp_path, catalog=Catalog()).members[0].slices) == 2
 
 
+@pytest.mark.parametrize(
+    ("model", "mechanism", "column", "words"),
+    [
+        ("mlp: {name: swiglu, width: 0}", "linear", 49, "model.mlp wants width is None or width >= 1"),
+        ("norm: post, block: hyper_link", "{name: hola, cache: 8, block: 8}", 41, "model wants block == 'pre_norm'"),
+        ("moe: {top_k: 9}", "{name: raven, slots: 8, top_k: 2}", 35, "model.moe wants top_k <= experts"),
+    ],
+)
+def test_a_rule_points_at_its_own_blocks_parameters(
+    model: str, mechanism: str, column: int, words: str, tmp_path: Path
+) -> None:
+    """Other blocks have parameters of the same names."""
+    text = f"sweep: x\ntask: {{name: mqar, vocab_size: 64}}\nmodel: {{d_model: 16, {model}}}\ntrain: {{steps: 2, batch_size: 2}}\nmechanism: {mechanism}"
+    with pytest.raises(SpecError) as caught:
+        plan(text, tmp_path, catalog=Catalog())
+    assert f"spec.yaml:3:{column}: {words}" in str(caught.value)
+
+
 def test_the_catalogue_used_here_is_the_small_one() -> None:
     assert "no" in FAKE.names("mechanism")
