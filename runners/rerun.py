@@ -1,7 +1,11 @@
-"""What a launch does about trials that other code than today's made: tells them, and trains them afresh if asked."""
+"""What a launch does about trials that other code or data made than today's: tells them, trains them afresh if asked.
+
+A half-trained one is trained afresh on other data without being asked: no model has seen a bit of two texts.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,19 +29,21 @@ class Rerun:
             names = stale.changes(self._store, item.member.trial) if item.row.owner is None else None
             if names is not None:
                 others[item.member.trial.id] = names
-        for is_done in (True, False):
-            changes = [
-                others[item.member.trial.id]
+        again = set()
+        for is_done, afresh in itertools.product((True, False), repeat=2):
+            changes = {
+                item.member.trial.id: names
                 for item in found
-                if item.member.trial.id in others and (item.need in (Need.NOTHING, Need.EVALUATE)) == is_done
-            ]
+                if (names := others.get(item.member.trial.id)) is not None
+                and (item.need in (Need.NOTHING, Need.EVALUATE)) == is_done
+                and (self._wanted or (not is_done and stale.other_data(names))) == afresh
+            }
+            again.update(changes if afresh else ())
             kept = f"{'kept' if is_done else 'gone on with'}; --stale rerun trains afresh"
-            for line in stale.words(changes, "" if is_done else "unfinished "):
-                self._say(f"{line}: {'trained afresh' if self._wanted else kept}")
-        if not self._wanted:
-            return found
-        self._trials.update(others)
-        return [replace(item, need=Need.RERUN) if item.member.trial.id in others else item for item in found]
+            for line in stale.words(changes.values(), "" if is_done else "unfinished "):
+                self._say(f"{line}: {'trained afresh' if afresh else kept}")
+        self._trials.update(again)
+        return [replace(item, need=Need.RERUN) if item.member.trial.id in again else item for item in found]
 
     def __contains__(self, trial: Trial) -> bool:
         """Whether the trial is still to be made again: another driver, or an earlier attempt, may have begun to."""

@@ -60,13 +60,21 @@ def _codes(folder: Path, fingerprints: list[str]) -> Iterable[dict[str, str]]:
             yield row["files"]
 
 
+def other_data(names: Iterable[str]) -> bool:
+    """Whether data are among the files that changed."""
+    return any(map(_is_data, names))
+
+
+def _is_data(name: str) -> bool:
+    return name.startswith("data ")
+
+
 def words(found: Iterable[tuple[str, ...]], what: str) -> list[str]:
     """A line for each set of changed files: `12 trials were made by other code (mechanisms/hola.py changed)`."""
     lines = []
     for names, n in Counter(found).most_common():
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         head = f"{n} {what}trial was" if n == 1 else f"{n} {what}trials were"
-        data = bool(names) and all(name.startswith("data ") for name in names)
-        made = "made with other data" if data else "made by other code"
+        made = "made with other data" if names and all(map(_is_data, names)) else "made by other code"
         lines.append(f"{head} {made}" + (f" ({shown} changed)" if names else ""))
     return lines

@@ -150,6 +150,21 @@ def test_an_unfinished_one_is_begun_afresh_if_asked(launch: Launch, store: Store
     assert store.result(plan.members[0].trial.id)["made_by"] == [code.fingerprint]
 
 
+def test_an_unfinished_one_never_goes_on_with_other_data(
+    launch: Launch, store: Store, fake: Fake, code: Code, lines: list[str]
+) -> None:
+    plan = plans.plan(seeds=(0,), lrs=(1e-3,))
+    fake.before_step = lambda _, step: (_ for _ in ()).throw(SystemExit) if step == 5 else None
+    with pytest.raises(SystemExit):
+        launch(plan)
+    code.edit("data corpus.txt")
+    fake.before_step = lambda *_: None
+    assert launch(plan).exit_code == Exit.OK
+    assert fake.started_at == [0, 0]
+    assert "1 unfinished trial was made with other data (data corpus.txt changed): trained afresh" in lines
+    assert store.result(plan.members[0].trial.id)["made_by"] == [code.fingerprint]
+
+
 def test_a_failure_after_the_start_afresh_is_retried_from_its_checkpoint(
     launch: Launch, fake: Fake, code: Code, store: Store
 ) -> None:
