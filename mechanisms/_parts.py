@@ -6,6 +6,7 @@ The surface. A mechanism file defines one class `Mixer(Base)`:
     forward(x_BTD, state=None) -> y_BTD, state      the whole sequence, continuing from `state` if given
     step(x_BD, state)          -> y_BD, state       one token
     initial_state(batch, device, dtype) -> state    before any token; `dtype` is the activations'
+    packed(x_1TD, cu_seqlens, longest) -> y_1TD     sequences one behind the other, each from its own start
     probe(x_BTD, state)        -> {name: tensor}    what may be told of a sequence and its last state; nothing is fine
 
 A state is a flat dict of tensors, batch first. Module-level literals are read without importing the file:
@@ -74,6 +75,20 @@ class Base(nn.Module):
         """One token. A mechanism whose `forward` costs nothing extra at T = 1 inherits this."""
         y_BTD, state = self(x_BD[:, None], state)
         return y_BTD[:, 0], state
+
+    def packed(self, x_1TD: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+        """Sequences one behind the other in a batch of 1, each from a start of its own: positions, blocks and windows
+        count from there. Sequence n is the tokens from `cu_seqlens`[n] to [n + 1], (N + 1) integers where x is, from 0
+        to T; none has more than `longest` tokens. Computed as N padded rows, which no causal mixer notices, so that
+        nothing waits for the card: cost and memory are those of N * longest tokens.
+        """
+        first_N, step_L = cu_seqlens[:-1], torch.arange(longest, device=x_1TD.device)
+        at_NL = (first_N[:, None] + step_L).clamp(max=x_1TD.shape[1] - 1)
+        there_NL = step_L < cu_seqlens.diff()[:, None]
+        y_NLD, _ = self(torch.where(there_NL[..., None], x_1TD[0, at_NL], 0.0))
+        t_T = torch.arange(x_1TD.shape[1], device=x_1TD.device)
+        n_T = torch.searchsorted(cu_seqlens, t_T, right=True) - 1
+        return y_NLD[n_T, t_T - cu_seqlens[n_T]][None]
 
 
 def _named(generator: Callable[[str], torch.Generator], module: str, parameter: str) -> torch.Generator:
