@@ -54,15 +54,19 @@ class BaseConv(nn.Module):
         return y_BTD[:, 0], state
 
 
+def make_norm(norm_type: str, d_model: int) -> nn.Module:
+    return nn.LayerNorm(d_model) if norm_type == "layer" else RmsNorm(d_model)
+
+
 class Layer(nn.Module):
     """A mixer and, unless there is none, an mlp, each with its norm."""
 
-    def __init__(self, d_model: int, mixer: Any, mlp: nn.Module | None, norm: str) -> None:
+    def __init__(self, d_model: int, mixer: Any, mlp: nn.Module | None, norm: str, norm_type: str) -> None:
         super().__init__()
         self.pre = norm == "pre"
-        self.mixer_norm, self.mixer = nn.LayerNorm(d_model), mixer
+        self.mixer_norm, self.mixer = make_norm(norm_type, d_model), mixer
         self.mlp = mlp
-        self.mlp_norm = nn.LayerNorm(d_model) if mlp is not None else None
+        self.mlp_norm = make_norm(norm_type, d_model) if mlp is not None else None
 
     def _mlp(self, x: Tensor) -> Tensor:
         if self.mlp is None:

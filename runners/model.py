@@ -27,7 +27,7 @@ from torch.nn import functional as F
 import mechanisms
 from mechanisms._parts import Shape
 from runners import streams, tasks
-from runners.layers import BaseConv, HyperLink, Layer, State, memory_lobe
+from runners.layers import BaseConv, HyperLink, Layer, State, make_norm, memory_lobe
 from runners.schema import FOLDER, Trial, UserError
 
 REVISION = 1
@@ -60,13 +60,14 @@ BLOCKS = {
 }
 PARAMS = {
     "shell": "vocab_size*d_model*(1 if tied else 2) + (seq_len*d_model if position == 'learned' else 0)"
-    " + (2*d_model if norm == 'pre' else 0)",
-    "layer": "(d_model if block == 'hyper_link' else 2*d_model) + (0 if lobe == 'none' else 3*d_model*d_model)",
+    " + ((2 if norm_type == 'layer' else 1)*d_model if norm == 'pre' else 0)",
+    "layer": "(2 if norm_type == 'layer' and block == 'pre_norm' else 1)*d_model"
+    " + (0 if lobe == 'none' else 3*d_model*d_model)",
     "base_conv": "d_model*d_model + 5*d_model",
     "gelu": "2*d_model*width + width + d_model if width is not None else 8*d_model*d_model + 5*d_model",
     "swiglu": "3*d_model*width if width is not None else 3*d_model*((8*d_model + 95)//96*32)",
     "router": "experts*d_model",
-    "mlp_norm": "0 if block == 'hyper_link' else 2*d_model",
+    "mlp_norm": "0 if block == 'hyper_link' else (2 if norm_type == 'layer' else 1)*d_model",
 }
 """Parameters of the parts: all but the layers, a layer without its mixer and mlp, a base_conv, an mlp or expert, the
 router of experts, the norm before an mlp or experts."""
@@ -203,6 +204,7 @@ class Model(nn.Module):
             to predict, so it wants a model that is not causal
         block: how sub-blocks join the stream; pre_norm is the plain residual, hyper_link one for the whole layer
         norm: pre = x + f(norm(x)), post = norm(x + f(x))
+        norm_type: layer = LayerNorm, rms = RMSNorm; that of a hyper_link is an RMSNorm
         layers: mixers from the first layer on, repeated until n_layers: mechanism, base_conv, or any mechanism, with
             its defaults by name or with settings as {name: sliding_window, window: 64}; none = all are the mechanism
         position: learned = a table added to the embeddings, rope = rotary in every mixer, which attention alone allows;
@@ -229,6 +231,7 @@ class Model(nn.Module):
         lobe: Literal["none", "causal", "bidirectional"] = "none",
         block: Literal["pre_norm", "hyper_link"] = "pre_norm",
         norm: Literal["pre", "post"] = "pre",
+        norm_type: Literal["layer", "rms"] = "layer",
         layers: list[str | dict[str, Any]] | None = None,
         position: Literal["none", "learned", "rope"] = "none",
         short_conv: bool = True,
@@ -249,10 +252,10 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(
             HyperLink(d_model, mixer, _ffn(mlp, moe, d_model), memory_lobe(shape) if lobe == "causal" else None)
             if block == "hyper_link"
-            else Layer(d_model, mixer, _ffn(mlp, moe, d_model), norm)
+            else Layer(d_model, mixer, _ffn(mlp, moe, d_model), norm, norm_type)
             for mixer in _mixers(layers, n_layers, mechanism, shape)
         )
-        self.norm = nn.LayerNorm(d_model) if norm == "pre" else nn.Identity()
+        self.norm = make_norm(norm_type, d_model) if norm == "pre" else nn.Identity()
         self.head = None if tied else nn.Linear(d_model, vocab_size, bias=False)
         self.position_stream = 0
 

@@ -29,7 +29,7 @@ class Rerun:
             names = stale.changes(self._store, item.member.trial) if item.row.owner is None else None
             if names is not None:
                 others[item.member.trial.id] = names
-        again = set()
+        again: set[str] = set()
         for is_done, afresh in itertools.product((True, False), repeat=2):
             changes = {
                 item.member.trial.id: names

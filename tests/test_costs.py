@@ -26,6 +26,8 @@ MQAR = BASE.replace("recall", "mqar")
 
 MODELS = {
     "plain": "{}",
+    "transformer++": "{model.norm_type: rms, model.mlp: swiglu, model.short_conv: false}",
+    "rms in a hyper-link": "{model.norm_type: rms, model.block: hyper_link}",
     "untied, post norm, no mlp": "{model.tied: false, model.norm: post, model.mlp: none}",
     "positions": "{model.position: learned, model.short_conv: false, model.mlp: {width: 24, name: gelu}}",
     "gated mlp": "{model.mlp: swiglu, model.n_layers: 3}",

@@ -103,7 +103,9 @@ def test_derived_values_are_those_the_planner_reads(given: dict[str, Any]) -> No
     assert (resolved["n_heads"], resolved["head_dim"]) == (values["n_heads"], values["head_dim"])
 
 
-@pytest.mark.parametrize("settings", [{}, {"norm": "post"}, {"mlp": "none"}, {"mlp": "swiglu", "tied": False}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"norm": "post"}, {"norm_type": "rms"}, {"mlp": "none"}, {"mlp": "swiglu", "tied": False}]
+)
 def test_logits_at_labels_are_those_of_the_whole(settings: dict[str, Any]) -> None:
     model = models.build(trial(position="learned", layers=["base_conv", "mechanism"], **settings)).double()
     generator = torch.Generator().manual_seed(1)
