@@ -77,6 +77,13 @@ class Block:
     def trains(self) -> bool:
         return self.literals.get("TRAINS", True)
 
+    @property
+    def source(self) -> str:
+        """The work that the section `Source` of the docstring names first; empty without one."""
+        text = " ".join(self.doc.partition("\nSource\n")[2].split())
+        found = re.match(r".{0,140}?arXiv [\d.]+(v\d+)?\)|[^:;.]*", text)
+        return found[0] if found else ""
+
     @cached_property
     def own_limits(self) -> tuple[str, ...]:
         """The rules that read this block's parameters alone."""

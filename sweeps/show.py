@@ -241,6 +241,20 @@ def _all(kinds: list[str], catalog: Catalog, as_json: bool) -> None:
         width = max((len(name) for name in entries), default=0)
         for name, summary in entries.items():
             print(f"  {name:<{width}}  {summary}".rstrip())
+            if kinds == ["mechanisms"]:
+                _sources(catalog.block("mechanism", name), " " * (width + 4))
+
+
+def _sources(block: Block, margin: str) -> None:
+    """Where a mechanism comes from, and what one layer of it carries for one sequence, in elements."""
+    carried = [
+        f"{block.literals[word]} {kept}"
+        for word, kept in (("STATE", "in fp32"), ("CACHE", "in the activations' dtype"))
+        if str(block.literals.get(word, 0)) != "0"
+    ]
+    if block.source:
+        print(f"{margin}source: {block.source}")
+    print(f"{margin}state, elements a layer: {' + '.join(carried) or 'none'}")
 
 
 def _blocks(kind: str, catalog: Catalog) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,6 +107,11 @@ def test_ls_lists_and_explains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     catalog = Catalog()
     for name in [*catalog.names("mechanism"), *catalog.names("task"), *library.names()]:
         assert f"  {name} " in out
+    _, out, _ = run(["ls", "mechanisms"], monkeypatch, capsys)
+    for name in catalog.names("mechanism"):
+        told = re.search(rf"^  {name} +\S.*\n +source: \S.*\n +state, elements a layer: .+$", out, re.MULTILINE)
+        assert told, name
+    assert "source: Yang et al. 2024 (arXiv 2406.06484)\n" in out
     _, text, _ = run(["ls", "tasks", "mqar", "--json"], monkeypatch, capsys)
     params = {param["name"]: param for param in json.loads(text)["params"]}
     assert params["n_pairs"]["type"] == "int"
