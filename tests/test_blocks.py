@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_model import assert_decoding_is_the_whole
 from torch import Tensor
 
 from runners import micro
@@ -134,13 +135,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole_and_shows_the_loss_at_la
 @pytest.mark.parametrize("mechanism", ["gated_deltanet", "softmax"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_prefill_and_decode_are_the_whole(name: str, mechanism: str) -> None:
-    model, tokens_BT = built(mechanism, **OPTIONS[name]).eval(), tokens(24)
-    whole_BTV = model(tokens_BT)
-    logits, state = model.prefill(tokens_BT[:, :9])
-    torch.testing.assert_close(logits, whole_BTV[:, 8], rtol=1e-10, atol=1e-10)
-    for t in range(9, 24):
-        logits, state = model.step(tokens_BT[:, t], state)
-        torch.testing.assert_close(logits, whole_BTV[:, t], rtol=1e-10, atol=1e-10)
+    assert_decoding_is_the_whole(built(mechanism, **OPTIONS[name]).eval(), tokens(24))
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from runners import model as models
 from runners import streams
@@ -117,16 +118,21 @@ def test_logits_at_labels_are_those_of_the_whole(settings: dict[str, Any]) -> No
     torch.testing.assert_close(model(tokens_BT, position_BQ), expected, rtol=1e-12, atol=1e-12)
 
 
+def assert_decoding_is_the_whole(model: Model, tokens_BT: Tensor, n_prefilled: int = 9) -> None:
+    """Reading some tokens at once and the others one by one gives what reading all at once does."""
+    whole_BTV = model(tokens_BT)
+    logits, state = model.prefill(tokens_BT[:, :n_prefilled])
+    torch.testing.assert_close(logits, whole_BTV[:, n_prefilled - 1], rtol=1e-10, atol=1e-10)
+    for t in range(n_prefilled, tokens_BT.shape[1]):
+        logits, state = model.step(tokens_BT[:, t], state)
+        torch.testing.assert_close(logits, whole_BTV[:, t], rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_prefill_and_decode_equal_the_whole(norm: str) -> None:
     model = models.build(trial(position="learned", layers=["base_conv", "mechanism"], norm=norm)).double()
     tokens_BT = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(2))
-    whole_BTV = model(tokens_BT)
-    logits, state = model.prefill(tokens_BT[:, :9])
-    torch.testing.assert_close(logits, whole_BTV[:, 8], rtol=1e-10, atol=1e-10)
-    for t in range(9, 24):
-        logits, state = model.step(tokens_BT[:, t], state)
-        torch.testing.assert_close(logits, whole_BTV[:, t], rtol=1e-10, atol=1e-10)
+    assert_decoding_is_the_whole(model, tokens_BT)
 
 
 def test_base_conv_against_its_law() -> None:
@@ -207,12 +213,7 @@ def test_a_hybrid_decodes_as_it_reads(position: str) -> None:
     )
     model = model.double().eval()
     tokens_BT = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(2))
-    whole_BTV = model(tokens_BT)
-    logits, state = model.prefill(tokens_BT[:, :9])
-    torch.testing.assert_close(logits, whole_BTV[:, 8], rtol=1e-10, atol=1e-10)
-    for t in range(9, 24):
-        logits, state = model.step(tokens_BT[:, t], state)
-        torch.testing.assert_close(logits, whole_BTV[:, t], rtol=1e-10, atol=1e-10)
+    assert_decoding_is_the_whole(model, tokens_BT)
 
 
 def test_arms_share_the_weights_of_a_hybrids_other_layers() -> None:
