@@ -250,6 +250,63 @@ def test_mqar_vla_layout() -> None:
     assert repeated  # queries and values are drawn with replacement
 
 
+def _read(task: Any, rows: int) -> list[tuple[list[int], list[int], list[int]]]:
+    batch = task.batch("train", torch.arange(rows), 3)
+    return list(zip(*(t.tolist() for t in (batch.tokens_BT, batch.position_BQ, batch.target_BQ)), strict=True))
+
+
+@pytest.mark.parametrize(("n", "m"), [(4, 1), (4, 4), (5, 3)])
+def test_mqar_updates_make_the_last_value_count(n: int, m: int) -> None:
+    task = small("mqar", vocab_size=40, n_pairs=n, updates=m, random_non_queries=False)
+    chosen = []
+    for row, positions, targets in _read(task, 300):
+        said: dict[int, list[int]] = {}
+        for at in range(0, 2 * (n + m), 2):
+            said.setdefault(row[at], []).append(row[at + 1])
+        assert len(said) == n
+        again = [key for key, values in said.items() if len(values) == 2]
+        assert len(again) == m
+        assert all(1 <= key < 20 and min(values) >= 20 for key, values in said.items())
+        assert all(said[key][0] != said[key][1] for key in again)
+        assert [row[at] for at in positions] == row[: 2 * n : 2]
+        assert min(positions) >= 2 * (n + m)
+        assert [said[row[at]][-1] for at in positions] == targets
+        order = row[: 2 * n : 2]
+        chosen += [order.index(row[at]) for at in range(2 * n, 2 * (n + m), 2)]
+    counts = np.bincount(chosen, minlength=n)  # a subset, so spread less than independent draws
+    assert m == n or stats.chisquare(counts).pvalue > 1e-3
+
+
+def test_mqar_new_values_are_uniform_over_the_others() -> None:
+    task = small("mqar", vocab_size=16, seq_len=12, n_pairs=1, updates=1)
+    rows = _read(task, 20000)
+    pairs = np.bincount([(row[1] - 8) * 8 + row[3] - 8 for row, _, _ in rows], minlength=64).reshape(8, 8)
+    assert pairs.trace() == 0
+    assert stats.chisquare(pairs[~np.eye(8, dtype=bool)]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(("n", "vocab", "length"), [(1, 9, 8), (4, 30, 26), (9, 97, 64)])
+def test_mqar_compositional_rows_are_grids(n: int, vocab: int, length: int) -> None:
+    task = small("mqar", layout="compositional", vocab_size=vocab, n_pairs=n, seq_len=length, random_non_queries=False)
+    side, third, orders = math.isqrt(n), vocab // 3, set()
+    for row, positions, targets in _read(task, 200):
+        triples = [tuple(row[at : at + 3]) for at in range(0, 3 * n, 3)]
+        firsts, seconds, values = (sorted({triple[at] for triple in triples}) for at in range(3))
+        assert (len(firsts), len(seconds), len(values)) == (side, side, n)
+        assert {triple[:2] for triple in triples} == {(a, b) for a in firsts for b in seconds}
+        assert 1 <= firsts[0] <= firsts[-1] < third <= seconds[0] <= seconds[-1] < 2 * third <= values[0]
+        assert values[-1] < vocab
+        table = {triple[:2]: triple[2] for triple in triples}
+        for at, target in zip(positions, targets, strict=True):
+            assert (at - 3 * n) % 3 == 1
+            assert table[row[at - 1], row[at]] == target
+        asked = {t for at in positions for t in (at - 1, at)}
+        assert len(asked) == 2 * n
+        assert {row[t] for t in range(3 * n, length) if t not in asked} <= {0}
+        orders.add(tuple((firsts.index(a), seconds.index(b)) for a, b, _ in triples))
+    assert len(orders) > (n > 1)
+
+
 def test_mqar_fresh_and_fixed() -> None:
     fixed = small("mqar", examples=50)
     fresh = small("mqar", examples=50, data="fresh")
@@ -295,6 +352,11 @@ def test_mqar_segments() -> None:
         ({"segments": []}, "empty"),
         ({"segments": [{"pairs": 3}]}, "'pairs' is none of"),
         ({"layout": "vla", "seq_len": 9}, "2 * n_pairs + 2 <= seq_len"),
+        ({"updates": 5}, "0 <= updates <= n_pairs"),
+        ({"updates": 3, "n_pairs": 7}, "4 * n_pairs + 2 * updates <= seq_len"),
+        ({"updates": 1, "layout": "vla"}, "layout == 'zoology'"),
+        ({"layout": "compositional", "n_pairs": 5}, "square"),
+        ({"layout": "compositional", "n_pairs": 9}, "6 * n_pairs <= seq_len"),
     ],
 )
 def test_mqar_refuses_in_words(settings: dict[str, Any], rule: str) -> None:

@@ -10,15 +10,21 @@ The label sits on the query itself: the model reads k2 and must say v2 at that p
 value does not follow in the input. Queries stand at even distances 2g from the end of the pairs, g drawn without
 replacement one key after the other with weights (g+1)^(power-1): `power: 0.01` asks most of them soon, 1 is uniform.
 
-    layout: vla  k1 v1 k2 v2 SEP q1 q2 ... : keys and values share one range, values and queries are drawn with
-                 replacement, every position after SEP is a query (Variational Linear Attention's own task)
+    updates: 1             k1 v1 k2 v2 k2 w2 | ...  some keys come again with another value, and the last one counts
+    layout: compositional  a1 b1 v1 a1 b2 v2 a2 b1 v3 a2 b2 v4 | . . . a2 b1 . : a key is two tokens of a square grid,
+                           so neither tells the value alone; in any order, labels on the second token
+    layout: vla            k1 v1 k2 v2 SEP q1 q2 ... : keys and values share one range, values and queries are drawn
+                           with replacement, every position after SEP is a query
 
-Source: zoology `multiquery_ar` at d88d6f5. Differences: fillers come from a stream of their own, not torch's global
-generator; `num_passes` is left out (its reference raises). A filler may equal a key or a value of its row, as there.
+Sources: zoology `multiquery_ar`, `forgetting_mqar` and `compositional_mqar` at d88d6f5; Variational Linear Attention's
+notebook 07. Differences: fillers come from a stream of their own, not torch's global generator; `num_passes` is left
+out (its reference raises); a new value differs from its own key's first one (there from that of another key, so that it
+may be no update). A filler may equal a key or a value of its row, as there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,6 +34,7 @@ from torch import Tensor
 
 from runners import streams
 from runners.batch import SPLITS, Batch, label_scores
+from runners.rows import distinct, draw, integers, places, refuse
 from runners.schema import UserError
 
 REVISION = 1
@@ -41,17 +48,25 @@ LIMITS = [
     "layout == 'vla' or seq_len % 2 == 0",
     "layout == 'vla' or 4 * n_pairs <= seq_len",
     "layout == 'vla' or vocab_size > seq_len",
-    "layout == 'vla' or n_pairs <= vocab_size // 2 - 1",
-    "layout == 'zoology' or 2 * n_pairs + 2 <= seq_len",
-    "layout == 'zoology' or n_pairs <= vocab_size - 1",
+    "layout != 'zoology' or n_pairs <= vocab_size // 2 - 1",
+    "layout != 'vla' or 2 * n_pairs + 2 <= seq_len",
+    "layout != 'vla' or n_pairs <= vocab_size - 1",
+    "updates >= 0",
+    "updates <= n_pairs",
+    "updates == 0 or layout == 'zoology'",
+    "updates == 0 or 4 * n_pairs + 2 * updates <= seq_len",
+    "layout != 'compositional' or n_pairs in (1, 4, 9, 16, 25, 36, 49, 64, 81, 100, 121, 144, 169, 196, 225, 256)",
+    "layout != 'compositional' or 6 * n_pairs <= seq_len",
+    "layout != 'compositional' or n_pairs <= vocab_size // 3",
 ]
-DERIVED = {"seq_len": "64 if layout == 'zoology' else 3 * n_pairs + 1"}
+DERIVED = {"seq_len": "3 * n_pairs + 1 if layout == 'vla' else 64"}
 SEGMENT = ["seq_len", "n_pairs", "examples"]
 METRICS = {"accuracy": "max", "loss": "min"}
 BOUNDS = {"accuracy": [0, 1]}
-LABELS = "n_pairs if layout == 'zoology' else seq_len - 2*n_pairs - 1"
+LABELS = "seq_len - 2*n_pairs - 1 if layout == 'vla' else n_pairs"
 CHANCE = {
-    "accuracy": "2 / vocab_size if layout == 'zoology' else 1 / vocab_size",
+    "accuracy": "2 / vocab_size if layout == 'zoology' else 1 / vocab_size if layout == 'vla' "
+    "else 1 / (vocab_size - vocab_size // 3 * 2)",
     "loss": "log(vocab_size)",
 }
 SELECT = "accuracy"
@@ -71,7 +86,8 @@ class Task:
     """Multi-query associative recall.
 
     Args:
-        vocab_size: tokens in the vocabulary; zoology's layout takes keys from 1 .. V/2-1, values from V/2 .. V-1
+        vocab_size: tokens in the vocabulary; zoology's layout takes keys from 1 .. V/2-1, values from V/2 .. V-1,
+            the compositional one has a third each for first tokens, second tokens and values
         seq_len: length of a row (tokens); none = 64, and 3 n_pairs + 1 in the vla layout
         n_pairs: key-value pairs in a row (count)
         power: exponent a of the law of query distances, weights (g+1)^(a-1) (1 = uniform, small = soon)
@@ -82,7 +98,9 @@ class Task:
         test_examples: test rows of an evaluation (count)
         segments: the training mixture in its order, each with any of seq_len, n_pairs, examples; none = one segment
         order: blocks = segments and rows in their order; mixed = rows and batches shuffled every epoch
-        layout: zoology = pairs, then spread queries; vla = pairs, separator, queries back to back
+        layout: zoology = pairs, then spread queries; vla = pairs, separator, queries back to back; compositional =
+            zoology's with keys of two tokens, n_pairs a square number
+        updates: keys that get another value after the pairs (count), drawn anew for each row
     """
 
     def __init__(
@@ -99,12 +117,13 @@ class Task:
         test_examples: int = 1000,
         segments: list[dict] | None = None,
         order: Literal["blocks", "mixed"] = "blocks",
-        layout: Literal["zoology", "vla"] = "zoology",
+        layout: Literal["zoology", "vla", "compositional"] = "zoology",
+        updates: int = 0,
     ) -> None:
         if seq_len is None:
-            seq_len = 64 if layout == "zoology" else 3 * n_pairs + 1
+            seq_len = 3 * n_pairs + 1 if layout == "vla" else 64
         self.vocab_size, self.power, self.random_non_queries = vocab_size, power, random_non_queries
-        self.data, self.order, self.layout = data, order, layout
+        self.data, self.order, self.layout, self.updates = data, order, layout, updates
         self._own = Segment(seq_len, n_pairs, test_examples)
         self._rows = {"valid": valid_examples, "test": test_examples}
         self._segments = self._read_segments(segments, Segment(seq_len, n_pairs, examples))
@@ -127,25 +146,27 @@ class Task:
 
     def _check(self, segment: Segment) -> None:
         """The rules of LIMITS once more, for each segment: the planner reads them for the task's own values only."""
-        length, n, vocab = segment.seq_len, segment.n_pairs, self.vocab_size
-        if self.layout == "zoology":
-            rules = {
-                "n_pairs >= 1": n >= 1,
-                "seq_len is even": length % 2 == 0,
-                "4 * n_pairs <= seq_len": 4 * n <= length,
-                "vocab_size > seq_len": vocab > length,
-                "n_pairs <= vocab_size // 2 - 1": n <= vocab // 2 - 1,
-            }
+        length, n, vocab, updates, layout = segment.seq_len, segment.n_pairs, self.vocab_size, self.updates, self.layout
+        rules = {
+            "n_pairs >= 1": n >= 1,
+            "0 <= updates <= n_pairs": 0 <= updates <= n,
+            "updates == 0 or layout == 'zoology'": updates == 0 or layout == "zoology",
+        }
+        if layout == "vla":
+            rules["2 * n_pairs + 2 <= seq_len"] = 2 * n + 2 <= length
+            rules["n_pairs <= vocab_size - 1"] = n <= vocab - 1
         else:
-            rules = {
-                "n_pairs >= 1": n >= 1,
-                "2 * n_pairs + 2 <= seq_len": 2 * n + 2 <= length,
-                "n_pairs <= vocab_size - 1": n <= vocab - 1,
-            }
-        for rule, holds in rules.items():
-            if not holds:
-                at = f"seq_len {length}, n_pairs {n}, vocab_size {vocab}"
-                raise UserError(f"mqar with {at} breaks the rule {rule}")
+            rules["seq_len is even"] = length % 2 == 0
+            rules["vocab_size > seq_len"] = vocab > length
+        if layout == "zoology":
+            rules["4 * n_pairs <= seq_len"] = 4 * n <= length
+            rules["4 * n_pairs + 2 * updates <= seq_len"] = 4 * n + 2 * updates <= length
+            rules["n_pairs <= vocab_size // 2 - 1"] = n <= vocab // 2 - 1
+        if layout == "compositional":
+            rules["n_pairs is a square"] = math.isqrt(n) ** 2 == n
+            rules["6 * n_pairs <= seq_len"] = 6 * n <= length
+            rules["n_pairs <= vocab_size // 3"] = n <= vocab // 3
+        refuse("mqar", rules, f"seq_len {length}, n_pairs {n}, vocab_size {vocab}, updates {updates}")
 
     # which rows there are
 
@@ -190,24 +211,16 @@ class Task:
         # there are. Training rows depend on every setting of the task through `seed`.
         law = {"V": self.vocab_size, "T": part.seq_len, "n": part.n_pairs, "power": self.power, "layout": self.layout}
         law["fill"] = self.random_non_queries
+        if self.updates:
+            law["updates"] = self.updates
         stream = streams.key("mqar", split, seed if split == "train" else None, number, law)
         row_B1 = index_B.to(device, non_blocking=True)[:, None]
-        make = _zoology if self.layout == "zoology" else _vla
+        make = {"zoology": _zoology, "vla": _vla, "compositional": _compositional}[self.layout]
         return make(stream, row_B1, part, self)
 
     def score(self, logits_BQV: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Accuracy and loss of each row: its mean over the row's queries."""
         return label_scores(logits_BQV, batch)
-
-
-def _draw(stream: int, name: str, row_B1: Tensor, width: int) -> tuple[int, Tensor]:
-    """The stream `name` of these rows and its counters, `width` to a row."""
-    return streams.key(stream, name), row_B1 * width + torch.arange(width, device=row_B1.device)
-
-
-def _distinct(stream: int, name: str, row_B1: Tensor, n: int, of: int) -> Tensor:
-    """n distinct numbers of 0 .. of-1 in uniformly random order: the places of the n largest of `of` random words."""
-    return streams.bits(*_draw(stream, name, row_B1, of)).topk(n, dim=1).indices
 
 
 def _slots(stream: int, row_B1: Tensor, n: int, weights: Sequence[float]) -> Tensor:
@@ -217,33 +230,60 @@ def _slots(stream: int, row_B1: Tensor, n: int, weights: Sequence[float]) -> Ten
     sampling (the minimum of what is left is slot g with probability w_g over the weights left, by lack of memory).
     """
     w_S = torch.tensor(weights, dtype=torch.float64).to(row_B1.device, non_blocking=True)
-    arrival_BS = streams.exponential(*_draw(stream, "gaps", row_B1, len(weights))) / w_S
+    arrival_BS = streams.exponential(*draw(stream, "gaps", row_B1, len(weights))) / w_S
     return arrival_BS.topk(n, dim=1, largest=False).indices
 
 
-def _zoology(stream: int, row_B1: Tensor, part: Segment, task: Task) -> Batch:
-    n, half = part.n_pairs, task.vocab_size // 2
-    key_BQ = 1 + _distinct(stream, "keys", row_B1, n, half - 1)
-    value_BQ = half + _distinct(stream, "values", row_B1, n, task.vocab_size - half)
-    space = (part.seq_len - 2 * n) // 2
-    slot_BQ = _slots(stream, row_B1, n, [(g + 1.0) ** (task.power - 1) for g in range(space)])
-    position_BQ = 2 * n + 2 * slot_BQ
+def _fillers(stream: int, row_B1: Tensor, length: int, task: Task) -> Tensor:
+    """A row before anything is put into it."""
     if task.random_non_queries:
-        tokens_BT = streams.integers(*_draw(stream, "fillers", row_B1, part.seq_len), task.vocab_size)
-    else:
-        tokens_BT = torch.zeros(len(row_B1), part.seq_len, dtype=torch.int64, device=row_B1.device)
-    tokens_BT[:, : 2 * n] = torch.stack([key_BQ, value_BQ], dim=2).flatten(1)
+        return integers(stream, "fillers", row_B1, length, task.vocab_size)
+    return torch.zeros(len(row_B1), length, dtype=torch.int64, device=row_B1.device)
+
+
+def _asked(stream: int, row_B1: Tensor, first: int, part: Segment, every: int, power: float) -> Tensor:
+    """Where the queries begin, one for each pair: at places `every` tokens apart from position `first` on."""
+    weights = [(g + 1.0) ** (power - 1) for g in range((part.seq_len - first) // every)]
+    return first + every * _slots(stream, row_B1, part.n_pairs, weights)
+
+
+def _zoology(stream: int, row_B1: Tensor, part: Segment, task: Task) -> Batch:
+    n, m, half = part.n_pairs, task.updates, task.vocab_size // 2
+    key_BQ = 1 + distinct(stream, "keys", row_B1, n, half - 1)
+    value_BQ = half + distinct(stream, "values", row_B1, n, task.vocab_size - half)
+    context = [key_BQ, value_BQ]
+    if m:
+        which_BM = distinct(stream, "updates", row_B1, m, n)
+        other_BM = 1 + integers(stream, "new values", row_B1, m, task.vocab_size - half - 1)
+        new_BM = half + (value_BQ.gather(1, which_BM) - half + other_BM) % (task.vocab_size - half)
+        context = [torch.cat([key_BQ, key_BQ.gather(1, which_BM)], 1), torch.cat([value_BQ, new_BM], 1)]
+        value_BQ = value_BQ.scatter(1, which_BM, new_BM)
+    position_BQ = _asked(stream, row_B1, 2 * (n + m), part, 2, task.power)
+    tokens_BT = _fillers(stream, row_B1, part.seq_len, task)
+    tokens_BT[:, : 2 * (n + m)] = torch.stack(context, dim=2).flatten(1)
     tokens_BT.scatter_(1, position_BQ, key_BQ)
     return Batch(tokens_BT, position_BQ, value_BQ)
+
+
+def _compositional(stream: int, row_B1: Tensor, part: Segment, task: Task) -> Batch:
+    n, third, side = part.n_pairs, task.vocab_size // 3, math.isqrt(part.n_pairs)
+    cell_BQ = distinct(stream, "order", row_B1, n, n)
+    first_BQ = 1 + distinct(stream, "first", row_B1, side, third - 1).gather(1, cell_BQ // side)
+    second_BQ = third + distinct(stream, "second", row_B1, side, third).gather(1, cell_BQ % side)
+    value_BQ = 2 * third + distinct(stream, "values", row_B1, n, task.vocab_size - 2 * third)
+    start_BQ = _asked(stream, row_B1, 3 * n, part, 3, task.power)
+    tokens_BT = _fillers(stream, row_B1, part.seq_len, task)
+    tokens_BT[:, : 3 * n] = torch.stack([first_BQ, second_BQ, value_BQ], dim=2).flatten(1)
+    tokens_BT.scatter_(1, start_BQ, first_BQ).scatter_(1, start_BQ + 1, second_BQ)
+    return Batch(tokens_BT, start_BQ + 1, value_BQ)
 
 
 def _vla(stream: int, row_B1: Tensor, part: Segment, task: Task) -> Batch:
     n, separator = part.n_pairs, task.vocab_size - 1
     queries = part.seq_len - 2 * n - 1
-    key_BN = _distinct(stream, "keys", row_B1, n, separator)
-    value_BN = streams.integers(*_draw(stream, "values", row_B1, n), separator)
-    chosen_BQ = streams.integers(*_draw(stream, "queries", row_B1, queries), n)
+    key_BN = distinct(stream, "keys", row_B1, n, separator)
+    value_BN = integers(stream, "values", row_B1, n, separator)
+    chosen_BQ = integers(stream, "queries", row_B1, queries, n)
     pairs_BT = torch.stack([key_BN, value_BN], dim=2).flatten(1)
     tokens_BT = torch.cat([pairs_BT, torch.full_like(row_B1, separator), key_BN.gather(1, chosen_BQ)], dim=1)
-    position_BQ = torch.arange(2 * n + 1, part.seq_len, device=row_B1.device).expand(len(row_B1), -1)
-    return Batch(tokens_BT, position_BQ, value_BN.gather(1, chosen_BQ))
+    return Batch(tokens_BT, places(2 * n + 1, part.seq_len, row_B1), value_BN.gather(1, chosen_BQ))
