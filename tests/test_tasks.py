@@ -15,7 +15,9 @@ from runners.schema import UserError
 from sweeps import formula
 
 SMALL: dict[str, dict[str, Any]] = {
+    "copy": {"vocab_size": 16, "seq_len": 24},
     "mqar": {"vocab_size": 64, "seq_len": 32, "n_pairs": 4},
+    "selective_copy": {"seq_len": 48, "n_data": 8, "layout": "mamba"},
     "text": {"vocab_size": 260, "seq_len": 16, "data_files": "noise"},
 }
 """Settings of a task that make it quick; a task without an entry is tested as it is by default."""
@@ -115,7 +117,7 @@ def test_scores_of_a_perfect_and_of_a_guessing_model(name: str) -> None:
     assert facts.SELECT in facts.METRICS
     assert scores["loss"].max() < 1e-6
     # CHANCE: a model that knows nothing finds every token as likely.
-    values = {"vocab_size": task.vocab_size, "seq_len": task.seq_len, **SMALL.get(name, {}), "layout": "zoology"}
+    values = {"layout": "zoology", **SMALL.get(name, {}), "vocab_size": task.vocab_size, "seq_len": task.seq_len}
     flat = whole(task, task.score(torch.zeros(n_rows, n_labels, task.vocab_size), batch))
     for metric in set(facts.METRICS) - {"accuracy"}:
         assert flat[metric] == pytest.approx(formula.evaluate(facts.CHANCE[metric], values), rel=1e-5)
