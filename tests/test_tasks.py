@@ -17,6 +17,7 @@ from sweeps import formula
 SMALL: dict[str, dict[str, Any]] = {
     "copy": {"vocab_size": 16, "seq_len": 24},
     "mqar": {"vocab_size": 64, "seq_len": 32, "n_pairs": 4},
+    "niah_synthetic": {"vocab_size": 32, "seq_len": 48, "n_needles": 3, "n_queries": 2, "value_len": 3},
     "selective_copy": {"seq_len": 48, "n_data": 8, "layout": "mamba"},
     "text": {"vocab_size": 260, "seq_len": 16, "data_files": "noise"},
 }
