@@ -145,6 +145,9 @@ def _chosen(op: str, impl: str, inputs: dict[str, Any]) -> str:
     """What "auto" stands for with these inputs: the kernel's own answer, by whether it launches."""
     if impl != "auto":
         return impl
+    module = importlib.import_module(f"kernels.{op}")
+    if hasattr(module, "unfit"):
+        return _launch.resolve(impl, op, module.unfit(**inputs))
     floats = [x for x in _tensors(inputs) if x.is_floating_point()]
     has_kernel = importlib.util.find_spec(f"kernels._{op}_triton") is not None
     widths = tuple(x.shape[-1] for x in floats if x.dim() == 4)

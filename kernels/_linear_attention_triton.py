@@ -147,7 +147,7 @@ def _absorb(
 def _scan_kernel(
     k, v, g, side, states, totals, cu_seqlens,
     k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h,
-    T, H, heads_a_k, n_segments,
+    T, H, heads_a_k, heads_a_v, n_segments,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     decay: tl.constexpr, norm: tl.constexpr, reverse: tl.constexpr, packed: tl.constexpr,
     product: tl.constexpr, prec: tl.constexpr,
@@ -163,7 +163,7 @@ def _scan_kernel(
     first, count = segment(length, s, n_segments, C)
     kh = h // heads_a_k
     k += b * k_b + start * k_t + kh * k_h
-    v += b * v_b + start * v_t + h * v_h
+    v += b * v_b + start * v_t + h // heads_a_v * v_h
     if decay != "none":
         g += b * g_b + start * g_t + h * g_h
     if norm == "in":
@@ -352,7 +352,7 @@ def _place(cu_seqlens, H, heads_a_k, T, n_segments, tiles: tl.constexpr, packed:
 def _forward_kernel(
     q, k, v, g, den, out, S_start, z_start, S_end, z_end, cu_seqlens,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h,
-    T, H, heads_a_k, n_segments, S_step, z_step, scale,
+    T, H, heads_a_k, heads_a_v, n_segments, S_step, z_step, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     decay: tl.constexpr, normalize: tl.constexpr, has_start: tl.constexpr, packed: tl.constexpr,
     product: tl.constexpr, prec: tl.constexpr,
@@ -373,7 +373,7 @@ def _forward_kernel(
     _walk(
         q + b * q_b + start * q_t + kh * q_h, q_t,
         k + b * k_b + start * k_t + kh * k_h, k_t,
-        v + b * v_b + start * v_t + h * v_h, v_t,
+        v + b * v_b + start * v_t + h // heads_a_v * v_h, v_t,
         g, g_t, den, H, out + row * V, H * V,
         S_start, z_start, V, 1, S_end + head * (K * V), z_end, None, 0, None, 0, None, None, 0,
         None, first, count, length, tile * BV, scale, 1.0, 1.0, s == n_segments - 1,
@@ -387,7 +387,7 @@ def _gradient_kernel(
     q, k, v, g, do, dden, dq, dk, dv, dg, S_start, z_start, dS_start, dz_start, dS_end, dz_end,
     product_sums, chunk_states, chunk_z, cu_seqlens,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, do_b, do_t, do_h,
-    T, H, heads_a_k, n_segments, rows, S_step, z_step, dS_step, dz_step, scale, dS_scale,
+    T, H, heads_a_k, heads_a_v, n_segments, rows, S_step, z_step, dS_step, dz_step, scale, dS_scale,
     K: tl.constexpr, V: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, decay: tl.constexpr, normalize: tl.constexpr, gate: tl.constexpr, roles: tl.constexpr,
     has_start: tl.constexpr, has_dS: tl.constexpr, packed: tl.constexpr, product: tl.constexpr, prec: tl.constexpr,
@@ -402,8 +402,8 @@ def _gradient_kernel(
     at, head, row = (n * H + h) * n_segments + s, n * H + h, (b * T + start) * H + h
     q += b * q_b + start * q_t + kh * q_h
     k += b * k_b + start * k_t + kh * k_h
-    v += b * v_b + start * v_t + h * v_h
-    do += b * do_b + start * do_t + h * do_h
+    v += b * v_b + start * v_t + h // heads_a_v * v_h
+    do += b * do_b + start * do_t + h // heads_a_v * do_h
     if decay != "none":
         g += b * g_b + start * g_t + h * g_h
     if normalize:

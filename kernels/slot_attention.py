@@ -29,13 +29,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels._chunk import G_MIN, chunk_length, from_chunks, repeat_heads, to_chunks
-from kernels._launch import accumulator, check, full_precision, resolve
+from kernels._launch import accumulator, check, full_precision, resolve, triton_unfit
 
 LONGEST = 16
 """Chunk length: work inside a chunk grows with it, work on the states falls; at M = K = V = 64 they meet here."""
 
 TILE = 1 << 20
 """Numbers of E held at once (or one chunk's, if those are more): larger falls out of a CPU's caches."""
+
+MOST = 512
+"""Slots, at most, in the Triton kernels: a program holds them all for some of the channels."""
 
 SlotState = tuple[Tensor, Tensor]
 
@@ -193,8 +196,10 @@ def slot_attention(
     and sequence n is the tokens from `cu_seqlens`[n] to before [n + 1], integers on v's device; a state each.
     """
     _check(q, k, v, f, s, initial_state, cu_seqlens)
-    impl = resolve(impl, "slot_attention")
+    impl = resolve(impl, "slot_attention", unfit(q, k, v, f, s))
     settings: dict[str, Any] = {"scale": scale, "mask_empty": mask_empty}
+    if impl == "triton" and (v.shape[1] > 1 or cu_seqlens is not None):
+        return _on_card((q, k, v, f, s), initial_state, cu_seqlens, **settings)
     if cu_seqlens is not None:
         return _one_by_one((q, k, v, f, s), initial_state, cu_seqlens, **settings, impl=impl)
     (B, T, H, V), K, M = v.shape, q.shape[-1], f.shape[-1]
@@ -218,6 +223,26 @@ def slot_attention(
     o, S = _Chunked.apply(*cut, torch.cat(start, -1).flatten(0, 1), written, scale)
     S = S.unflatten(0, (B, H))
     return from_chunks(o, B, T).to(dtype), (S[..., :K], S[..., K:])
+
+
+def unfit(q: Tensor, k: Tensor, v: Tensor, f: Tensor, s: Tensor | None = None, **_: Any) -> str | None:
+    """Why the Triton kernels cannot take these inputs, to be read after the op's name; None: they can."""
+    if f.shape[-1] > MOST:
+        return f"takes at most {MOST} slots in its Triton kernel, not {f.shape[-1]}"
+    return triton_unfit(q, k, v, f, s, heads=(q.shape[-1], v.shape[-1]))
+
+
+def _on_card(
+    inputs: tuple[Tensor | None, ...], state: SlotState | None, cu_seqlens: Tensor | None, **settings: Any
+) -> tuple[Tensor, SlotState]:
+    from kernels._slot_attention import attend  # Triton is not everywhere
+
+    q, k, v, f, s = inputs
+    common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)  # type: ignore[union-attr]
+    q, k, v = (x.to(common) for x in (q, k, v))  # type: ignore[union-attr]
+    start = (None, None) if state is None else (state[0].float(), state[1].float())
+    o, keys, values = attend(q, k, v, f, s, start, **settings, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+    return o, (keys, values)
 
 
 def _one_by_one(

@@ -4,9 +4,9 @@ Each row is an op, a shape (batch, tokens, heads, head width; in bf16), forward 
 computes it: milliseconds on the card (the call recorded as a CUDA graph and replayed) and as called (from Python, to
 the end of the card's work), peak memory, the error against fp64, and the least time over that on the card. Runs of one
 shape alternate on the same inputs, with the L2 cache emptied before each; a figure is the median. The short
-convolution runs on q, k and v together: 3 * heads * head width channels.
+convolution runs on q, k and v together: 3 * heads * head width channels. Slot attention has 64 slots.
 
-To choose tiles anew for another card, change the tables in `plan` (kernels/_linear_attention.py), `n_segments`
+To choose tiles anew for another card, change the tables in `plan` (kernels/_linear_walks.py), `n_segments`
 (kernels/_segments.py) or `walk_length` (kernels/_short_conv.py) and run this again.
 """
 
@@ -29,12 +29,14 @@ from kernels._launch import choose_assembler, newest_cuda, resolve, triton_unfit
 from kernels.delta_rule import delta_rule
 from kernels.linear_attention import linear_attention
 from kernels.short_conv import short_conv
+from kernels.slot_attention import slot_attention
 
 SHAPES = [(64, 256, 2, 64), (1, 8192, 16, 64), (8, 2048, 16, 128), (1, 65536, 16, 128), (1, 131072, 16, 64)]
-OPS = ("linear_attention", "delta_rule", "short_conv")
+OPS = ("linear_attention", "delta_rule", "slot_attention", "short_conv")
 PEER = "flash-linear-attention"
 WIDTH = 4
 """Of the short convolution."""
+SLOTS = 64
 LONGEST_CHECKED = 8192
 """Tokens up to which errors are taken: fp64 on a card is slow."""
 SECONDS = 2.0
@@ -99,6 +101,9 @@ def draw(op: str, shape: Shape, device: str = "cuda") -> Inputs:
         return {"x": randn(B, T, 3 * H * D).bfloat16(), "w": 0.5 * randn(3 * H * D, WIDTH)}
     q, k, v = (randn(B, T, H, D) for _ in range(3))
     inputs = {"q": F.normalize(q, dim=-1).bfloat16(), "k": F.normalize(k, dim=-1).bfloat16(), "v": v.bfloat16()}
+    if op == "slot_attention":
+        f = F.logsigmoid(randn(B, T, H, SLOTS)) / 8  # as GSA's gates
+        return inputs | {"f": f, "s": (-torch.expm1(f)).bfloat16()}
     return inputs | {"beta": randn(B, T, H).sigmoid()} if op == "delta_rule" else inputs
 
 
@@ -109,6 +114,8 @@ def ours(op: str, x: Inputs, impl: str) -> Tensor:
     scale = x["q"].shape[-1] ** -0.5
     if op == "linear_attention":
         return linear_attention(x["q"], x["k"], x["v"], scale=scale, impl=impl)[0]
+    if op == "slot_attention":
+        return slot_attention(x["q"], x["k"], x["v"], x["f"], x["s"], scale=scale, impl=impl)[0]
     return delta_rule(x["q"], x["k"], None, x["v"], x["beta"], scale=scale, impl=impl)[0]
 
 
@@ -117,6 +124,7 @@ def peer(op: str) -> Callable[[Inputs], Tensor] | None:
     module, name = {
         "linear_attention": ("fla.ops.linear_attn", "chunk_linear_attn"),
         "delta_rule": ("fla.ops.delta_rule", "chunk_delta_rule"),
+        "slot_attention": ("fla.ops.gsa", "chunk_gsa"),
         "short_conv": ("fla.modules.convolution", "causal_conv1d"),
     }[op]
     try:
@@ -127,6 +135,8 @@ def peer(op: str) -> Callable[[Inputs], Tensor] | None:
         return lambda x: theirs(x["x"], weight=x["w"], activation="silu", output_final_state=True)[0]
     if op == "linear_attention":
         return lambda x: theirs(x["q"], x["k"], x["v"], normalize=False, output_final_state=True)[0]
+    if op == "slot_attention":
+        return lambda x: theirs(x["q"], x["k"], x["v"], x["s"], x["f"], output_final_state=True)[0]
     return lambda x: theirs(x["q"], x["k"], x["v"], x["beta"].to(x["q"].dtype), output_final_state=True)[0]
 
 
@@ -225,9 +235,13 @@ def least_ms(op: str, shape: Shape, backward: bool, limits: Limits) -> float:
     if op == "short_conv":  # x, y; then x, dy, dx as well
         return 1e3 * 2 * B * T * 3 * H * D * (5 if backward else 2) / limits.bytes
     tensors = 11 if backward else 4  # q, k, v, o; then q, k, v, do, dq, dk, dv as well
+    size = 2 * B * T * H * D * tensors
     flops = 2 * B * T * H * D * (4 * C + 3 * D if op == "delta_rule" else 2 * C + 2 * D)
+    if op == "slot_attention":  # f and s; then both again, df and ds
+        size += (3 if backward else 1) * 6 * B * T * H * SLOTS
+        flops = 2 * B * T * H * 2 * (C * (D + SLOTS) + 2 * D * SLOTS)
     passes = 3.5 if backward else 1.0
-    return 1e3 * max(2 * B * T * H * D * tensors / limits.bytes, passes * flops / limits.flops)
+    return 1e3 * max(size / limits.bytes, passes * flops / limits.flops)
 
 
 def auto(op: str, inputs: Inputs) -> str:

@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels import _delta_rule, _launch, _linear_attention, delta_rule, linear_attention, short_conv
+from kernels import _delta_rule, _launch, _linear_walks, delta_rule, linear_attention, short_conv, slot_attention
 
 TRITON_RUN = JITFunction.run
 NEWEST_DRIVER = 99_000
@@ -141,7 +141,7 @@ def run_linear_attention(
     segments: int = 1,
 ) -> None:
     B, H, Hk = 1, 2, 1
-    _linear_attention.n_segments = lambda *_: segments
+    _linear_walks.n_segments = lambda *_: segments
     shape = {"none": None, "token": (B, T, H), "channel": (B, T, H, K)}[decay]
     state = (draw("float32", B, H, K, V), draw("float32", B, H, K)) if normalize else draw("float32", B, H, K, V)
     q, k, v = draw(dtype, B, T, Hk, K), draw(dtype, B, T, Hk, K), draw(dtype, B, T, H, V)
@@ -173,6 +173,19 @@ def run_short_conv(D: int, W: int, dtype: str, silu: bool = True, start: bool = 
         draw(dtype, B, W - 1, D) if start else None, impl="triton",
     )  # fmt: skip
     (y.sum() + last.sum() if start else y.sum()).backward()
+
+
+def run_slot_attention(
+    M: int, K: int, V: int, dtype: str, apart: bool = False, masked: bool = False, segments: int = 1
+) -> None:
+    B, T, H, Hk = 1, 100, 2, 1
+    _linear_walks.n_segments = lambda *_: segments
+    q, k, v = draw(dtype, B, T, Hk, K), draw(dtype, B, T, Hk, K), draw(dtype, B, T, H, V)
+    f, s = (draw("float32", B, T, H, M) for _ in range(2))
+    o, (keys, values) = slot_attention.slot_attention(
+        q, k, v, f, s if apart else None, scale=0.5, mask_empty=masked, impl="triton"
+    )
+    (o.sum() + keys.sum() + values.sum()).backward()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"K": 64, "V": 64, "dtype": "bfloat16", "segments": 2},
         {"K": 33, "V": 16, "dtype": "float32", "gated": False, "apart": True},
     ],
+    "slot_attention": [{"M": 64, "K": 64, "V": 64, "dtype": "bfloat16"}],
     "short_conv": [
         {"D": 384, "W": 4, "dtype": "bfloat16"},
         {"D": 33, "W": 8, "dtype": "float32", "start": True},
@@ -50,6 +51,14 @@ WIDE: dict[str, list[dict[str, Any]]] = {
         {"K": 128, "V": 128, "dtype": "float16", "apart": True},
         {"K": 256, "V": 256, "dtype": "bfloat16"},
         {"K": 256, "V": 256, "dtype": "float32", "gated": False},
+    ],
+    "slot_attention": [
+        {"M": 64, "K": 64, "V": 64, "dtype": "float32", "apart": True, "segments": 2},
+        {"M": 64, "K": 128, "V": 128, "dtype": "bfloat16", "masked": True},
+        {"M": 256, "K": 64, "V": 64, "dtype": "bfloat16", "segments": 2},
+        {"M": 512, "K": 128, "V": 128, "dtype": "bfloat16"},
+        {"M": 512, "K": 256, "V": 256, "dtype": "float32"},
+        {"M": 512, "K": 128, "V": 128, "dtype": "float16"},
     ],
     "short_conv": [
         {"D": 3072, "W": 8, "dtype": "bfloat16", "start": True},

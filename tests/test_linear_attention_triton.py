@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels import _linear_attention
+from kernels import _linear_walks
 from kernels.linear_attention import linear_attention as attend
 
 CARD = torch.cuda.is_available()
@@ -155,7 +155,7 @@ def test_kernels_on_the_card_keep_the_law(
 
 def force_segments(monkeypatch: pytest.MonkeyPatch, wanted: int | None) -> None:
     if wanted is not None:
-        monkeypatch.setattr(_linear_attention, "n_segments", lambda *_: wanted)
+        monkeypatch.setattr(_linear_walks, "n_segments", lambda *_: wanted)
 
 
 def test_gradients_that_nobody_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
