@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SPLITS = ("train", "valid", "test")
+NO_LABEL = -100
+"""A target that counts for nothing: the default of `torch.nn.functional.cross_entropy`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Batch:
 
     tokens_BT: Tensor  # int64
     position_BQ: Tensor  # int64, where the labels are
-    target_BQ: Tensor  # int64, what they are
+    target_BQ: Tensor  # int64, what they are; NO_LABEL where a row has fewer
 
     def __getitem__(self, rows: slice) -> Batch:
         return Batch(self.tokens_BT[rows], self.position_BQ[rows], self.target_BQ[rows])

@@ -16,11 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runners import diagnose, evaluate
-from runners.batch import Batch
+from runners.batch import NO_LABEL, Batch
 from runners.model import Model
-
-NO_LABEL = -100
-"""A target that counts for nothing: the default of `torch.nn.functional.cross_entropy`."""
 
 
 class Part(NamedTuple):
