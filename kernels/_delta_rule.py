@@ -32,8 +32,9 @@ class Blocks(NamedTuple):
     warps: int
     stages: int
     """Of the state passes."""
+    score_warps: int
     tile_warps: int
-    """Of `gradients` and `scores`."""
+    """Of `gradients`."""
     precision: str
 
 
@@ -44,7 +45,8 @@ def blocks(T: int, K: int, V: int, dtype: torch.dtype) -> Blocks:
     (64, 256, 2, 64): 3 stages 0.059, 2 0.073, 1 0.071. (1, 131072, 16, 64): 4 warps 4.2, 8 5.3; 4 tile warps 3.6,
     8 4.4; 128 columns a scan 3.6, 64 3.7; 64 value columns 4.2, 32 4.6. (8, 2048, 16, 128): 1 stage 1.00, 2 1.03;
     4 warps 1.19, 8 1.30; 8 tile warps 1.00, 4 1.23; 128 columns a V tile 1.19, 64 1.22; 64 columns a K tile 1.19,
-    32 1.35.
+    32 1.35. Forward alone by warps of `scores`: (1, 131072, 16, 64) 1 1.29, 2 1.45, 4 1.54, and 1.42 with an inverse of
+    its own; (8, 2048, 16, 128) 2 0.279, 1 0.285, 4 0.38, of its own 0.283.
     """
     padded_K, padded_V = padded(K), padded(V)
     wide = dtype == torch.float32
@@ -61,6 +63,7 @@ def blocks(T: int, K: int, V: int, dtype: torch.dtype) -> Blocks:
         min(padded_V, 32 if wide else 128),
         8 if padded_K > 128 or (wide and padded_K > 64) else 4,
         1 if wide or padded_K > 64 else 3,
+        1 if padded_K <= 64 and not wide else 2,
         4 if padded_K <= 64 else 8,
         "tf32x3" if wide else "tf32",
     )
@@ -136,8 +139,8 @@ def _forward(
     q, a, v = (rows_contiguous(x) for x in (q, a, v))
     b = None if b is None else rows_contiguous(b)
     beta, g, start = (None if x is None else x.contiguous() for x in (beta, g, start))
-    L, P = _scratch(q, chunks, H, size.C, size.C), _scratch(q, chunks, H, size.C, size.C, dtype=q.dtype)
-    Ti = L if q.dtype == torch.float32 else _scratch(q, *L.shape, dtype=q.dtype)
+    L = _scratch(q, chunks, H, size.C, size.C)
+    P, Ti = (_scratch(q, *L.shape, dtype=q.dtype) for _ in range(2))
     G = None if g is None else _scratch(q, chunks, H, 4, size.C)
     o, end = _scratch(q, B, T, H, V, dtype=q.dtype), _scratch(q, N, H, K, V)
     U = S = m = built = Phi = None
@@ -151,11 +154,10 @@ def _forward(
     group = H // q.shape[2]
     qab = (*_strides(q), *_strides(a), *_strides(a if b is None else b))
     cu, first_slots, slots = packing or (None, None, None)
-    args: tuple[Any, ...] = (q, a, a if b is None else b, beta, g, L, P, G, slots, T, H, group, *qab)
+    args: tuple[Any, ...] = (q, a, a if b is None else b, beta, g, L, Ti, P, G, slots, T, H, group, *qab)
     tile = {"K": K, "BK": size.K_tile, "C": size.C, "PREC": size.precision}
-    launch(device.scores, chunks * H, args, tile, num_warps=size.tile_warps, num_stages=1)
-    inverse = "tf32x3" if q.dtype == torch.float32 else "tf32"
-    launch(device.invert, chunks * H, (L, Ti), {"C": size.C, "PREC": inverse}, num_warps=1, num_stages=1)
+    tile["INVERSE"] = "tf32x3" if q.dtype == torch.float32 else "tf32"
+    launch(device.scores, chunks * H, args, tile, num_warps=size.score_warps, num_stages=1)
     settings = {"K": K, "BK": size.K, "V": V, "BV": size.V, "C": size.C, "PREC": size.precision}
     options = {"num_warps": size.warps, "num_stages": size.stages}
     if segments > 1:

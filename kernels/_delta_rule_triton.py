@@ -10,14 +10,14 @@ The equations are those of `delta_rule.py`. One chunk of C tokens, * scaling row
                dQ = Z B + scale Ga * dO S^T      dB = (beta * N)^T A + Z^T Q + tail * U dS'^T
                dG_i = q_i.dq_i + a_i.da_i - b_i.db_i,  dG_C += <S', dS'>      dg = reverse cumulative sum of dG
 
-`scores` and `invert` (every chunk at once) keep P, G and T; `forward` walks the chunks of one head and one tile of
-value columns; `reverse` walks them back and keeps R and dS'; `gradients` (every chunk at once) does the rest. A long
-sequence is cut into segments: `forward` and `reverse` first run on all of them from nothing (SCAN), forward also on
-the columns of the identity, which gives each segment's transition Phi; the pass proper chains those before it.
+`scores` (every chunk at once) keeps P, G and T; `forward` walks the chunks of one head and one tile of value columns;
+`reverse` walks them back and keeps R and dS'; `gradients` (every chunk at once) does the rest. A long sequence is cut
+into segments: `forward` and `reverse` first run on all of them from nothing (SCAN), forward also on the columns of the
+identity, which gives each segment's transition Phi; the pass proper chains those before it.
 
 On Hopper a product kept in registers was seen to go wrong as the left factor of the next: here every left factor
 comes from memory. That is why P and T are stored and why `gradients` computes the transposed gradients. The one
-exception is the inverse: its 16 x 16 products run in fewer than four warps, where Triton has no asynchronous product.
+exception is the inverse: its products are of 16 x 16, for which the card has no asynchronous one.
 
 Scratch is laid out by chunk: index = (b * N + n) * H + h. Letters as in `delta_rule.py`; rows past T read as zero.
 """
@@ -82,61 +82,8 @@ def _inverse_16(L, PREC: tl.constexpr):
 
 
 @triton.jit
-def scores(
-    q, a, b, beta, g, L, P, G,
-    slots, T, H, group,
-    q_b, q_t, q_h, a_b, a_t, a_h, b_b, b_t, b_h,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """L and P of one chunk of one head; in G its e^G, its tail, and G itself in two parts."""
-    index = tl.program_id(0).to(tl.int64)
-    i_b, h, start, end = _place(index, slots, T, H, C)
-    q += i_b * q_b + h // group * q_h
-    a += i_b * a_b + h // group * a_h
-    b += i_b * b_b + h // group * b_h
-    i = tl.arange(0, C)
-    t = start + i
-    heads = (i_b * T + t) * H + h
-    ab = tl.zeros([C, C], tl.float32)
-    qb = tl.zeros([C, C], tl.float32)
-    for k0 in range(0, K, BK):
-        k = k0 + tl.arange(0, BK).to(tl.int64)
-        bT = tl.trans(_load(b, t, b_t, k, end, K))
-        ab += tl.dot(_load(a, t, a_t, k, end, K), bT, input_precision=PREC)
-        qb += tl.dot(_load(q, t, q_t, k, end, K), bT, input_precision=PREC)
-    if g is not None:
-        g_n = tl.maximum(tl.load(g + heads, t < end, 0.0), _G_MIN)
-        coarse = tl.floor(g_n * 256.0) / 256.0  # sums of these are exact, so that a hard step blurs no step after it
-        fine = tl.cumsum(g_n - coarse, 0)
-        fine_end = tl.sum(g_n - coarse, 0)
-        coarse_end = tl.sum(coarse, 0)
-        coarse = tl.cumsum(coarse, 0)
-        G += index * 4 * C + i
-        tl.store(G, tl.exp(coarse + fine))
-        tl.store(G + C, tl.exp((coarse_end - coarse) + (fine_end - fine)))
-        tl.store(G + 2 * C, coarse)
-        tl.store(G + 3 * C, fine)
-        gap = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
-        D = tl.exp(tl.where(i[:, None] >= i[None, :], gap, 0.0))
-        ab *= D
-        qb *= D
-    if beta is not None:
-        ab *= tl.load(beta + heads, t < end, 0.0)[:, None]
-    tile = index * C * C + i[:, None] * C + i[None, :]
-    blocks = (i // 16)[:, None] >= (i // 16)[None, :]  # those that `invert` reads
-    tl.store(L + tile, tl.where(i[:, None] > i[None, :], ab, 0.0), blocks)
-    tl.store(P + tile, tl.where(i[:, None] >= i[None, :], qb, 0.0))
-
-
-@triton.jit
-def invert(L, Ti, C: tl.constexpr, PREC: tl.constexpr):
-    """T = (I + L)^-1 of one chunk, in blocks of 16 from the top: T_rc = -T_rr (sum over c <= m < r of L_rm T_mc).
-
-    `Ti` may be `L`: a row of blocks is read before it is written.
-    """
-    index = tl.program_id(0).to(tl.int64)
-    L += index * C * C
-    Ti += index * C * C
+def _invert(L, Ti, C: tl.constexpr, PREC: tl.constexpr):
+    """T = (I + L)^-1 of one chunk, in blocks of 16 from the top: T_rc = -T_rr (sum over c <= m < r of L_rm T_mc)."""
     i = tl.arange(0, 16)
     tile = i[:, None] * C + i[None, :]
     inverse = ()
@@ -156,6 +103,65 @@ def invert(L, Ti, C: tl.constexpr, PREC: tl.constexpr):
         tl.store(Ti + (r * C + r) * 16 + tile, X)
         for c in tl.static_range(r + 1, C // 16):
             tl.store(Ti + (r * C + c) * 16 + tile, tl.zeros([16, 16], tl.float32))
+
+
+@triton.jit
+def scores(
+    q, a, b, beta, g, L, Ti, P, G,
+    slots, T, H, group,
+    q_b, q_t, q_h, a_b, a_t, a_h, b_b, b_t, b_h,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """T and P of one chunk of one head; in G its e^G, its tail, and G itself in two parts. L is scratch.
+
+    Keys of several tiles are read twice, for a . b and for q . b: both sums at once would not stay in registers.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    i_b, h, start, end = _place(index, slots, T, H, C)
+    q += i_b * q_b + h // group * q_h
+    a += i_b * a_b + h // group * a_h
+    b += i_b * b_b + h // group * b_h
+    i = tl.arange(0, C)
+    t = start + i
+    heads = (i_b * T + t) * H + h
+    ab = tl.zeros([C, C], tl.float32)
+    qb = tl.zeros([C, C], tl.float32)
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK).to(tl.int64)
+        bT = tl.trans(_load(b, t, b_t, k, end, K))
+        ab += tl.dot(_load(a, t, a_t, k, end, K), bT, input_precision=PREC)
+        if K <= BK:
+            qb += tl.dot(_load(q, t, q_t, k, end, K), bT, input_precision=PREC)
+    if g is not None:
+        g_n = tl.maximum(tl.load(g + heads, t < end, 0.0), _G_MIN)
+        coarse = tl.floor(g_n * 256.0) / 256.0  # sums of these are exact, so that a hard step blurs no step after it
+        fine = tl.cumsum(g_n - coarse, 0)
+        fine_end = tl.sum(g_n - coarse, 0)
+        coarse_end = tl.sum(coarse, 0)
+        coarse = tl.cumsum(coarse, 0)
+        G += index * 4 * C + i
+        tl.store(G, tl.exp(coarse + fine))
+        tl.store(G + C, tl.exp((coarse_end - coarse) + (fine_end - fine)))
+        tl.store(G + 2 * C, coarse)
+        tl.store(G + 3 * C, fine)
+        gap = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
+        D = tl.exp(tl.where(i[:, None] >= i[None, :], gap, 0.0))
+        ab *= D
+    if beta is not None:
+        ab *= tl.load(beta + heads, t < end, 0.0)[:, None]
+    tile = index * C * C + i[:, None] * C + i[None, :]
+    blocks = (i // 16)[:, None] >= (i // 16)[None, :]  # those that `_invert` reads
+    tl.store(L + tile, tl.where(i[:, None] > i[None, :], ab, 0.0), blocks)
+    if K > BK:
+        for k0 in range(0, K, BK):
+            k = k0 + tl.arange(0, BK).to(tl.int64)
+            bT = tl.trans(_load(b, t, b_t, k, end, K))
+            qb += tl.dot(_load(q, t, q_t, k, end, K), bT, input_precision=PREC)
+    if g is not None:
+        qb *= D
+    tl.store(P + tile, tl.where(i[:, None] >= i[None, :], qb, 0.0))
+    tl.debug_barrier()  # L is read by threads that did not write it
+    _invert(L + index * C * C, Ti + index * C * C, C, INVERSE)
 
 
 @triton.jit
