@@ -11,8 +11,10 @@ be recorded: it then runs as it is, and the log says why.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -75,7 +77,7 @@ class Recorded:
         held = Batch(batch.tokens_BT.clone(), batch.position_BQ.clone(), batch.target_BQ.clone())
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with _nothing_collected(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 results = self._update(held)
         except torch.OutOfMemoryError:
             raise
@@ -86,3 +88,15 @@ class Recorded:
             return None
         self._recordings[shape] = (graph, held, results)
         return self._recordings[shape]
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """A graph of an earlier trial that is taken down in the middle of a recording spoils the recording."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -186,16 +186,17 @@ def test_prefill_and_decode_are_the_whole(name: str, settings: dict[str, Any], s
             assert not wrong, f"state of two parts, cut at {cut}: {wrong}"
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_packed_sequences_are_each_by_itself(name: str, settings: dict[str, Any]) -> None:
-    mixer = build(name, settings)
+def test_packed_sequences_are_each_by_itself(name: str, settings: dict[str, Any], device: str) -> None:
+    mixer = build(name, settings).to(device)
     lengths = (5, 0, 33, 1, 18)
-    ends = torch.tensor((0, *lengths)).cumsum(0)
-    x = tokens(sum(lengths), batch=1).requires_grad_()
+    ends = torch.tensor((0, *lengths), device=device).cumsum(0)
+    x = tokens(sum(lengths), batch=1).to(device).requires_grad_()
     alone = torch.cat([mixer(part)[0] for part in x.split(lengths, dim=1) if part.shape[1]], dim=1)
     together = mixer.packed(x, ends, max(lengths))
     assert close(together, alone)
-    weight = torch.randn(alone.shape, dtype=alone.dtype, generator=torch.Generator().manual_seed(3))
+    weight = torch.randn(alone.shape, dtype=alone.dtype, generator=torch.Generator().manual_seed(3)).to(device)
     wanted = [x, *mixer.parameters()]
     grads = [
         torch.autograd.grad((y * weight).sum(), wanted, allow_unused=True, materialize_grads=True)

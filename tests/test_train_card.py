@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+from typing import Any
+
 import pytest
 import torch
 from test_train import CLEAN, SEGMENTS, Log, fit, same, stop_after, trial
 
 import mechanisms
 from runners import train as training
+from runners.schema import Trial
 
 pytestmark = pytest.mark.gpu
 CARD = torch.device("cuda")
+MODELS: dict[str, dict[str, Any]] = {
+    "hybrid": {"layers": ["mechanism", "softmax"], "n_layers": 4},
+    "base_conv": {"layers": ["base_conv", "mechanism"], "norm_type": "rms"},
+    "hyper_link": {"block": "hyper_link"},
+    "lobe": {"block": "hyper_link", "lobe": "causal"},
+    "experts outer": {"moe": {"name": "moe", "experts": 4, "top_k": 2, "bias": "outer"}},
+    "experts inner": {"moe": {"name": "moe", "experts": 5, "top_k": 1, "bias": "inner"}, "block": "hyper_link"},
+    "swiglu": {"mlp": {"name": "swiglu"}, "norm_type": "rms", "norm": "post"},
+}
 
 
 def test_no_step_waits_for_the_card() -> None:
@@ -37,6 +51,17 @@ def test_learns_on_the_card(dtype: str) -> None:
 @pytest.mark.parametrize("mechanism", mechanisms.names())
 def test_recorded_updates_are_the_updates(mechanism: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of = trial(mechanism=mechanism, steps=40, dtype=dtype, task={"segments": SEGMENTS, "order": "mixed"})
+    recorded_updates_are_the_updates(of, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_recorded_updates_of_every_kind_of_block(model: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = trial(mechanism="gated_deltanet", steps=40, dtype=dtype, task={"segments": SEGMENTS, "order": "mixed"})
+    recorded_updates_are_the_updates(dataclasses.replace(of, model={**of.model, **MODELS[model]}), monkeypatch)
+
+
+def recorded_updates_are_the_updates(of: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     run = training._Run(of, CARD)
     while not run.over:
         run.advance()
@@ -44,6 +69,22 @@ def test_recorded_updates_are_the_updates(mechanism: str, dtype: str, monkeypatc
     assert len(run.update._recordings) >= 2, "one for each shape of batch"
     monkeypatch.setenv("MEMSWEEP_CUDA_GRAPHS", "0")
     same(run.final(), fit(of, device=CARD))
+
+
+def test_a_recording_is_not_spoilt_by_what_is_left_of_an_earlier_trial() -> None:
+    """Objects that hold each other live until Python looks for them, which it may do at any allocation."""
+    before = gc.get_threshold()
+    gc.disable()
+    for _ in range(2):
+        run = training._Run(trial(steps=10), CARD)
+        while not run.over:
+            run.advance()
+        run.itself = run  # type: ignore[attr-defined]
+        assert run.update.on
+        del run
+        gc.set_threshold(1, 1, 1)
+        gc.enable()
+    gc.set_threshold(*before)
 
 
 def test_a_resumed_run_records_anew() -> None:
