@@ -9,7 +9,8 @@ Blocks count from the first token. A token competes for the cache when its block
 returns, so I_c is chosen among I_{c-1} and block c-1. The order is total: one integer per token, the bits of m
 (m >= 0) over the position reversed, so that of two equal scores the older wins. The choice carries no gradient.
 
-State, for a token or a sequence to go on from: `CacheState`, of fixed size. Its length may differ within a batch.
+State, for a token or a sequence to go on from: `CacheState`, of fixed size. Its length may differ within a batch. The
+Triton kernels leave the cache in the same order as the other forms, by rank; one token by itself is a step.
 
 Letters: B batch, T time, H heads, J = B * H, N blocks, C block, W width, S = W + C slots, K key width, V value width.
 """
@@ -24,13 +25,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels._launch import accumulator, check, full_precision, resolve
+from kernels._launch import accumulator, check, full_precision, resolve, triton_unfit
 
 SELECT = ("top", "recent", "none")
 
 DENSE = 4
 """Up to this many times what a query may read, all tokens are multiplied and the rest masked: few large products beat
 many small ones and the gathering. Longer pools are gathered."""
+
+
+WIDEST = 256
+"""The widest cache that the Triton kernels take: they hold a product of two widths in registers, to rank."""
 
 
 class CacheState(NamedTuple):
@@ -345,13 +350,22 @@ def cache_attention(
     q, k (B, T, H, K) of unit norm; v (B, T, H, V); m (B, T, H) >= 0, read for select "top" alone, without gradient;
     gain (K,); sink (H,), -inf for none. `width` is 0 with select "none".
     """
-    impl = resolve(impl, "cache_attention")
     _check(q, k, v, m, width, block, gain, sink, select, initial_state)
-    (B, _, H, K), V = q.shape, v.shape[-1]
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    unfit = triton_unfit(q, k, v, m, gain, sink, *(initial_state or ())[:3], heads=(K, V))
+    if unfit is None and width > WIDEST:
+        unfit = f"takes a width of at most {WIDEST} in its Triton kernel, not {width}"
+    impl = resolve(impl, "cache_attention", unfit)
     dtype, cache_dtype, acc = q.dtype, k.dtype, accumulator(q, v)
+    if impl == "triton" and T != 1:
+        from kernels import _cache_attention  # Triton is not everywhere
+
+        fixed: dict[str, Any] = {"width": width, "block": block, "gain": gain, "sink": sink, "select": select}
+        o, end = _cache_attention.cache_attention(q, k, v, m, initial_state, **fixed)
+        return o.to(dtype), CacheState(*end)
     q, k, v, gain = q.to(acc), k.to(acc), v.to(acc), gain.to(acc)
     settings: dict[str, Any] = {"width": width, "block": block, "gain": gain, "sink": sink, "select": select}
-    if impl == "reference":
+    if impl in ("reference", "triton"):  # one token: a step
         zero = empty_state(B, H, K, V, width=width, block=block, device=q.device, dtype=acc)
         o, state = reference(q, k, v, m, zero if initial_state is None else initial_state, **settings)
     else:

@@ -27,7 +27,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels import _delta_rule, _launch, _linear_walks, delta_rule, linear_attention, short_conv, slot_attention
+from kernels import (
+    _delta_rule,
+    _launch,
+    _linear_walks,
+    cache_attention,
+    delta_rule,
+    linear_attention,
+    short_conv,
+    slot_attention,
+)
 
 TRITON_RUN = JITFunction.run
 NEWEST_DRIVER = 99_000
@@ -164,6 +173,23 @@ def run_delta_rule(
         cu_seqlens=torch.tensor([0, 40, T]) if packed else None,
     )  # fmt: skip
     (o.sum() + S.sum()).backward()
+
+
+def run_cache_attention(
+    K: int, V: int, dtype: str, width: int = 64, block: int = 256, select: str = "top", start: bool = False
+) -> None:
+    B, T, H = 1, 600, 2
+    q, k, v = draw(dtype, B, T, H, K), draw(dtype, B, T, H, K), draw(dtype, B, T, H, V)
+    state = None
+    if start:
+        state = cache_attention.empty_state(
+            B, H, K, V, width=width, block=block, device=q.device, dtype=getattr(torch, dtype)
+        )
+    o, _ = cache_attention.cache_attention(
+        q, k, v, draw("float32", B, T, H), width=width, block=block, gain=draw("float32", K), sink=draw("float32", H),
+        select=select, initial_state=state, impl="triton",
+    )  # fmt: skip
+    o.sum().backward()
 
 
 def run_short_conv(D: int, W: int, dtype: str, silu: bool = True, start: bool = False) -> None:

@@ -30,6 +30,9 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"K": 33, "V": 16, "dtype": "float32", "gated": False, "apart": True},
     ],
     "slot_attention": [{"M": 64, "K": 64, "V": 64, "dtype": "bfloat16"}],
+    "cache_attention": [
+        {"K": 64, "V": 64, "dtype": "bfloat16", "width": 16, "block": 32},
+    ],
     "short_conv": [
         {"D": 384, "W": 4, "dtype": "bfloat16"},
         {"D": 33, "W": 8, "dtype": "float32", "start": True},
@@ -59,6 +62,15 @@ WIDE: dict[str, list[dict[str, Any]]] = {
         {"M": 512, "K": 128, "V": 128, "dtype": "bfloat16"},
         {"M": 512, "K": 256, "V": 256, "dtype": "float32"},
         {"M": 512, "K": 128, "V": 128, "dtype": "float16"},
+    ],
+    "cache_attention": [
+        {"K": 64, "V": 64, "dtype": "bfloat16"},
+        {"K": 128, "V": 128, "dtype": "bfloat16"},
+        {"K": 128, "V": 64, "dtype": "float16", "width": 256, "block": 300, "start": True},
+        {"K": 33, "V": 16, "dtype": "float32", "width": 7, "block": 12, "select": "recent", "start": True},
+        {"K": 128, "V": 128, "dtype": "float32", "width": 0, "select": "none"},
+        {"K": 256, "V": 256, "dtype": "bfloat16", "start": True},
+        {"K": 256, "V": 256, "dtype": "float32"},
     ],
     "short_conv": [
         {"D": 3072, "W": 8, "dtype": "bfloat16", "start": True},
