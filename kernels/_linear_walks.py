@@ -53,9 +53,12 @@ class Call(NamedTuple):
     tiles: Plan
     constants: dict[str, Any]  # compile-time values that every kernel takes
 
-    def launch(self, kernel: Any, tiles: int, segments: int, args: tuple[Any, ...], **constants: Any) -> None:
+    def launch(
+        self, kernel: Any, tiles: int, segments: int, args: tuple[Any, ...], fuse: bool = True, **constants: Any
+    ) -> None:
+        """`fuse`: a product and the sum it goes into are rounded once."""
         programs = self.n_sequences * self.n_heads * segments * tiles
-        options = {"num_warps": self.tiles.warps, "num_stages": self.tiles.stages}
+        options = {"num_warps": self.tiles.warps, "num_stages": self.tiles.stages, "enable_fp_fusion": fuse}
         launch(kernel, programs, args, {**constants, **self.constants}, **options)
 
     @property
@@ -176,7 +179,9 @@ def walk(call: Call, starts: Starts, scale: float, normalize: bool, dtype: torch
     )  # fmt: skip
     tiles = triton.cdiv(V, call.tiles.BV)
     constants = {"BK": padded(K), "normalize": normalize, "has_start": starts.given}
-    call.launch(_forward_kernel, tiles, call.n_segments, args, **constants)
+    # Two threads make the same sum over the channels of z, each from a product of its own and the other's: fused, they
+    # would differ in the last bit, and both write it to one place.
+    call.launch(_forward_kernel, tiles, call.n_segments, args, fuse=not normalize, **constants)
     return Attended(o, S, z, starts.states, den)
 
 
