@@ -4,7 +4,8 @@ Each row is an op, a shape (batch, tokens, heads, head width; in bf16), forward 
 computes it: milliseconds on the card (the call recorded as a CUDA graph and replayed) and as called (from Python, to
 the end of the card's work), peak memory, the error against fp64, and the least time over that on the card. Runs of one
 shape alternate on the same inputs, with the L2 cache emptied before each; a figure is the median. The short
-convolution runs on q, k and v together: 3 * heads * head width channels. Slot attention has 64 slots.
+convolution runs on q, k and v together: 3 * heads * head width channels. Slot attention has 64 slots; cache attention
+keeps 64 tokens beside a block of 256, as HOLA does, and has no peer.
 
 To choose tiles anew for another card, change the tables in `plan` (kernels/_linear_walks.py), `n_segments`
 (kernels/_segments.py) or `walk_length` (kernels/_short_conv.py) and run this again.
@@ -26,17 +27,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels._launch import choose_assembler, newest_cuda, resolve, triton_unfit
+from kernels.cache_attention import cache_attention
 from kernels.delta_rule import delta_rule
 from kernels.linear_attention import linear_attention
 from kernels.short_conv import short_conv
 from kernels.slot_attention import slot_attention
 
 SHAPES = [(64, 256, 2, 64), (1, 8192, 16, 64), (8, 2048, 16, 128), (1, 65536, 16, 128), (1, 131072, 16, 64)]
-OPS = ("linear_attention", "delta_rule", "slot_attention", "short_conv")
+OPS = ("linear_attention", "delta_rule", "slot_attention", "cache_attention", "short_conv")
 PEER = "flash-linear-attention"
 WIDTH = 4
 """Of the short convolution."""
 SLOTS = 64
+CACHED, BLOCK = 64, 256
+"""Of cache attention: tokens kept, and tokens of a block."""
 LONGEST_CHECKED = 8192
 """Tokens up to which errors are taken: fp64 on a card is slow."""
 SECONDS = 2.0
@@ -104,6 +108,9 @@ def draw(op: str, shape: Shape, device: str = "cuda") -> Inputs:
     if op == "slot_attention":
         f = F.logsigmoid(randn(B, T, H, SLOTS)) / 8  # as GSA's gates
         return inputs | {"f": f, "s": (-torch.expm1(f)).bfloat16()}
+    if op == "cache_attention":
+        gain = torch.full((D,), D**0.5, device=device)
+        return inputs | {"m": randn(B, T, H).abs(), "gain": gain, "sink": torch.zeros(H, device=device)}
     return inputs | {"beta": randn(B, T, H).sigmoid()} if op == "delta_rule" else inputs
 
 
@@ -116,11 +123,15 @@ def ours(op: str, x: Inputs, impl: str) -> Tensor:
         return linear_attention(x["q"], x["k"], x["v"], scale=scale, impl=impl)[0]
     if op == "slot_attention":
         return slot_attention(x["q"], x["k"], x["v"], x["f"], x["s"], scale=scale, impl=impl)[0]
+    if op == "cache_attention":
+        return cache_attention(**x, width=CACHED, block=BLOCK, impl=impl)[0]
     return delta_rule(x["q"], x["k"], None, x["v"], x["beta"], scale=scale, impl=impl)[0]
 
 
 def peer(op: str) -> Callable[[Inputs], Tensor] | None:
-    """The same op of flash-linear-attention, as its documentation calls it; None if it is not installed."""
+    """The same op of flash-linear-attention, as its documentation calls it; None if it has none, or is not here."""
+    if op == "cache_attention":
+        return None
     module, name = {
         "linear_attention": ("fla.ops.linear_attn", "chunk_linear_attn"),
         "delta_rule": ("fla.ops.delta_rule", "chunk_delta_rule"),
@@ -141,7 +152,7 @@ def peer(op: str) -> Callable[[Inputs], Tensor] | None:
 
 
 def call(op: Callable[[Inputs], Tensor], inputs: Inputs, backward: bool) -> Call:
-    """Runs `op`: the output, and with `backward` the gradient to each input."""
+    """Runs `op`: the output, and with `backward` the gradient to each input; scores `m` have none."""
     if not backward:
 
         def forward() -> tuple[Tensor, ...]:
@@ -156,7 +167,7 @@ def call(op: Callable[[Inputs], Tensor], inputs: Inputs, backward: bool) -> Call
 
     def both() -> tuple[Tensor, ...]:
         o = op(leaves)
-        return (o.detach(), *torch.autograd.grad(o, list(leaves.values()), do))
+        return (o.detach(), *torch.autograd.grad(o, [x for name, x in leaves.items() if name != "m"], do))
 
     return both
 
@@ -240,6 +251,9 @@ def least_ms(op: str, shape: Shape, backward: bool, limits: Limits) -> float:
     if op == "slot_attention":  # f and s; then both again, df and ds
         size += (3 if backward else 1) * 6 * B * T * H * SLOTS
         flops = 2 * B * T * H * 2 * (C * (D + SLOTS) + 2 * D * SLOTS)
+    if op == "cache_attention":  # a token reads half its block, and the cache if its block is not the first
+        own = min(BLOCK, T)
+        flops = 2 * B * T * H * 2 * D * ((own + 1) / 2 + CACHED * (1 - own / T))
     passes = 3.5 if backward else 1.0
     return 1e3 * max(size / limits.bytes, passes * flops / limits.flops)
 
