@@ -124,7 +124,8 @@ def ours(op: str, x: Inputs, impl: str) -> Tensor:
     if op == "slot_attention":
         return slot_attention(x["q"], x["k"], x["v"], x["f"], x["s"], scale=scale, impl=impl)[0]
     if op == "cache_attention":
-        return cache_attention(**x, width=CACHED, block=BLOCK, impl=impl)[0]
+        q, k, v, m, gain, sink = (x[name] for name in ("q", "k", "v", "m", "gain", "sink"))
+        return cache_attention(q, k, v, m, width=CACHED, block=BLOCK, gain=gain, sink=sink, impl=impl)[0]
     return delta_rule(x["q"], x["k"], None, x["v"], x["beta"], scale=scale, impl=impl)[0]
 
 
@@ -253,7 +254,7 @@ def least_ms(op: str, shape: Shape, backward: bool, limits: Limits) -> float:
         flops = 2 * B * T * H * 2 * (C * (D + SLOTS) + 2 * D * SLOTS)
     if op == "cache_attention":  # a token reads half its block, and the cache if its block is not the first
         own = min(BLOCK, T)
-        flops = 2 * B * T * H * 2 * D * ((own + 1) / 2 + CACHED * (1 - own / T))
+        flops = 2 * B * H * D * (T * (own + 1) + 2 * CACHED * (T - own))
     passes = 3.5 if backward else 1.0
     return 1e3 * max(size / limits.bytes, passes * flops / limits.flops)
 
