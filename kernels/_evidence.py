@@ -151,7 +151,8 @@ def _chosen(op: str, impl: str, inputs: dict[str, Any]) -> str:
     floats = [x for x in _tensors(inputs) if x.is_floating_point()]
     has_kernel = importlib.util.find_spec(f"kernels._{op}_triton") is not None
     widths = tuple(x.shape[-1] for x in floats if x.dim() == 4)
-    unfit = _launch.triton_unfit(*floats, heads=widths) if has_kernel else _launch.NO_KERNEL
+    widest = getattr(importlib.import_module(f"kernels.{op}"), "WIDEST", _launch.WIDEST)
+    unfit = _launch.triton_unfit(*floats, heads=widths, widest=widest) if has_kernel else _launch.NO_KERNEL
     return _launch.resolve(impl, op, unfit)
 
 

@@ -41,23 +41,23 @@ def resolve(impl: str, op: str, unfit: str | None = NO_KERNEL) -> str:
     return impl
 
 
-def triton_unfit(*tensors: Tensor | None, heads: tuple[int, ...] = ()) -> str | None:
+def triton_unfit(*tensors: Tensor | None, heads: tuple[int, ...] = (), widest: int = WIDEST) -> str | None:
     """Why a Triton kernel cannot take these tensors with heads this wide, to be read after the op's name; None: it can.
+
+    `widest`: numbers in a head, at most, that this op's kernel takes.
 
     Without a card kernels run in Triton's interpreter, if TRITON_INTERPRET is set: for tests, and in fp32 alone
     (its bf16 products are wrong without a word).
     """
     given = tuple(x.dtype for x in tensors if x is not None)
     device = next(x.device for x in tensors if x is not None)
-    return _unfit(given, heads, device.type, device.index, interpreted())
+    if wide := next((width for width in heads if width > widest), None):
+        return f"takes heads of at most {widest}, not {wide}"
+    return _unfit(given, device.type, device.index, interpreted())
 
 
 @functools.cache
-def _unfit(
-    dtypes: tuple[torch.dtype, ...], heads: tuple[int, ...], device: str, card: int | None, interpreting: bool
-) -> str | None:
-    if wide := next((width for width in heads if width > WIDEST), None):
-        return f"takes heads of at most {WIDEST}, not {wide}"
+def _unfit(dtypes: tuple[torch.dtype, ...], device: str, card: int | None, interpreting: bool) -> str | None:
     allowed = (torch.float32,) if interpreting else (torch.float32, torch.bfloat16, torch.float16)
     if odd := next((dtype for dtype in dtypes if dtype not in allowed), None):
         return f"does not take {str(odd).removeprefix('torch.')} in its Triton kernel"

@@ -31,10 +31,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels._chunk import chunk_length, from_chunks, to_chunks
-from kernels._launch import accumulator, check, full_precision, resolve
+from kernels._launch import accumulator, check, full_precision, resolve, triton_unfit
 
 AFRESH = 8
 """Chunks from one inversion to the next: at 16 no loss was measured (T 16384, K 64)."""
+
+WIDEST = 128
+"""Numbers in a head, at most, in the Triton kernels: a wider inverse does not fit the registers of a program."""
 
 SHORTEST = 1e-30
 """A vector is never divided by less than this: a zero x gives a zero alpha."""
@@ -134,19 +137,24 @@ def ridge_solve(
     u, x (B, T, H, K). lam > 0: a number, (H,) or (H, K). Packed: B = 1, and sequence n is the tokens from
     `cu_seqlens`[n] to before [n + 1], integers on the device of x; a state each.
     """
-    impl = resolve(impl, "ridge_solve")
     _check(u, x, lam, initial_state, cu_seqlens)
-    if cu_seqlens is not None:
-        return _one_by_one(u, x, lam, initial_state, cu_seqlens, unit=unit, impl=impl)
     B, T, H, K = x.shape
-    dtype, acc = x.dtype, accumulator(u, x)
-    u, x = u.to(acc), x.to(acc)
-    start = x.new_zeros(B, H, K, K) if initial_state is None else initial_state.to(acc)
+    impl = resolve(impl, "ridge_solve", triton_unfit(u, x, initial_state, heads=(K,), widest=WIDEST))
+    if cu_seqlens is not None and impl != "triton":
+        return _one_by_one(u, x, lam, initial_state, cu_seqlens, unit=unit, impl=impl)
+    dtype, acc, N = x.dtype, accumulator(u, x), B if cu_seqlens is None else len(cu_seqlens) - 1
+    start = x.new_zeros(N, H, K, K, dtype=acc) if initial_state is None else initial_state.to(acc)
     start = (start + start.mT) / 2
     if isinstance(lam, Tensor):
         M = start + torch.diag_embed((lam.to(acc) if lam.dim() == 2 else lam.to(acc)[:, None]).expand(H, K))
     else:
         M = start + lam * torch.eye(K, dtype=acc, device=x.device)
+    if impl == "triton":
+        from kernels import _ridge_solve  # Triton is not everywhere
+
+        alpha, total = _ridge_solve.ridge_solve(u, x, M, unit, cu_seqlens)
+        return alpha.to(dtype), start + total
+    u, x = u.to(acc), x.to(acc)
     if impl == "reference":
         alpha, total = reference(u, x, M)
     else:
@@ -161,7 +169,7 @@ def ridge_solve(
 def _one_by_one(
     u: Tensor, x: Tensor, lam: float | Tensor, state: Tensor | None, cu_seqlens: Tensor, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """What packing means: each sequence by itself. An empty one leaves its state as it is."""
+    """What packing means: each sequence by itself. An empty one leaves of its state what counts: the symmetric part."""
     _, _, H, K = x.shape
     out, ends = [x[:, :0]], []
     for n, (first, behind) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
@@ -170,7 +178,7 @@ def _one_by_one(
             part = slice(first, behind)
             alpha, end = ridge_solve(u[:, part], x[:, part], lam, initial_state=end, **settings)
             out.append(alpha)
-        ends.append(end)
+        ends.append((end + end.mT) / 2)
     return torch.cat(out, 1), torch.cat(ends)
 
 

@@ -34,6 +34,7 @@ from kernels import (
     cache_attention,
     delta_rule,
     linear_attention,
+    ridge_solve,
     short_conv,
     slot_attention,
 )
@@ -190,6 +191,16 @@ def run_cache_attention(
         select=select, initial_state=state, impl="triton",
     )  # fmt: skip
     o.sum().backward()
+
+
+def run_ridge_solve(K: int, dtype: str, unit: bool = True, segments: int = 1, packed: bool = False) -> None:
+    B, T, H = 1, 100, 2
+    _linear_walks.n_segments = lambda *_: segments
+    alpha, M = ridge_solve.ridge_solve(
+        draw(dtype, B, T, H, K), draw(dtype, B, T, H, K), draw("float32", H, K), unit=unit, impl="triton",
+        cu_seqlens=torch.tensor([0, 40, T]) if packed else None,
+    )  # fmt: skip
+    (alpha.sum() + M.sum() if segments > 1 else alpha.sum()).backward()
 
 
 def run_short_conv(D: int, W: int, dtype: str, silu: bool = True, start: bool = False) -> None:

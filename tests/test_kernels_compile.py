@@ -33,6 +33,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "cache_attention": [
         {"K": 64, "V": 64, "dtype": "bfloat16", "width": 16, "block": 32},
     ],
+    "ridge_solve": [{"K": 64, "dtype": "bfloat16"}],
     "short_conv": [
         {"D": 384, "W": 4, "dtype": "bfloat16"},
         {"D": 33, "W": 8, "dtype": "float32", "start": True},
@@ -71,6 +72,13 @@ WIDE: dict[str, list[dict[str, Any]]] = {
         {"K": 128, "V": 128, "dtype": "float32", "width": 0, "select": "none"},
         {"K": 256, "V": 256, "dtype": "bfloat16", "start": True},
         {"K": 256, "V": 256, "dtype": "float32"},
+    ],
+    "ridge_solve": [
+        {"K": 64, "dtype": "float32", "segments": 2},
+        {"K": 9, "dtype": "float32", "packed": True},
+        {"K": 128, "dtype": "float32"},
+        {"K": 128, "dtype": "bfloat16", "unit": False, "segments": 2},
+        {"K": 33, "dtype": "float16", "packed": True},
     ],
     "short_conv": [
         {"D": 3072, "W": 8, "dtype": "bfloat16", "start": True},
