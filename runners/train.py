@@ -49,6 +49,7 @@ LIMITS = [
     "beta2 >= 0 and beta2 < 1",
     "eval_every is None or eval_every >= 1",
 ]
+INERT = {"probe": "True"}
 OWNERS = [["steps", "epochs", "tokens", "tokens_per_param"], ["batch_size", "batch_tokens"]]
 
 POINTS = 50

@@ -31,7 +31,7 @@ class Sameness:
             evaluated = {kind: block for kind, block in blocks.items() if kind != "train"}
             found = [self._effective(blocks), *(self._effective({**evaluated, "task": self.resolved[i]}) for i in ids)]
             self._same[memo] = repr(found)
-        rest = [blocks[kind].text for kind in ("task", "model", "train") if kind in blocks]
+        rest = [_effective(blocks[kind]) for kind in ("task", "model", "train") if kind in blocks]
         # The values a searched cell stands there with are not the winner's: only the same search finds the same.
         return (self._same[memo], *rest, cell.search.key if cell.search is not None else "")
 
@@ -52,6 +52,12 @@ class Sameness:
             block = self.catalog.block("mechanism", other)
             settings = {p: settings.get(p, param.default) for p, param in block.params.items()}
         return block.name, tuple(sorted(settings.items(), key=lambda item: item[0]))
+
+
+def _effective(block: Resolved) -> str:
+    """The settings of a block that has no relatives, but for those of INERT."""
+    idle = {name for name, rule in block.block.literals.get("INERT", {}).items() if _holds(rule, block.env)}
+    return repr(sorted((k, v) for k, v in block.env.items() if k not in idle)) if idle else block.text
 
 
 def _capped(value: Any, rule: Any, env: dict[str, Any]) -> Any:

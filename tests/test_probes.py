@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from runners import model as models
 from runners import probes, tasks, train
 from runners.model import Model
 from runners.schema import Trial
+from sweeps.catalog import Catalog
+from sweeps.plan import load
+from sweeps.reader import SpecError
 
 CPU = torch.device("cpu")
 TASK = {"name": "mqar", "vocab_size": 64, "seq_len": 32, "n_pairs": 4, "examples": 64, "valid_examples": 12}
@@ -119,3 +123,11 @@ def test_looking_changes_nothing_but_what_is_told() -> None:
         for layer in range(2)
         for name in ("norm/keys", "rank/keys", "norm/values", "rank/values", "effective/slots")
     }
+
+
+def test_a_comparison_of_looking_with_not_looking_is_refused(tmp_path: Path) -> None:
+    spec = f"sweep: x\nquestion: y?\ntask: {TASK}\ntrain: {{steps: 4, batch_size: 8}}\nseeds: 6\n".replace("'", "")
+    spec += "axes:\n  mechanism: [linear]\n  train.probe: [true, false]\n"
+    (tmp_path / "x.yaml").write_text(spec + "compare: [{a: {train.probe: true}, b: {train.probe: false}}]\n")
+    with pytest.raises(SpecError, match="everywhere both sides are the same model"):
+        load(str(tmp_path / "x.yaml"), catalog=Catalog())
