@@ -12,8 +12,8 @@ segment of one head, for one tile of the channels of `v`, with the state (BD, BW
     out = read * (Q S) + P V       S <- kept * S + K^T (write * V)       P = D * Q K^T, D_ij = e^{G_i - G_j}
 
 G is the cumulative log-decay in the chunk; read, write and kept are e to a power <= 0. Decay "token": one number a
-token; "key", "value": one a channel of `k` or of `v`, then P or its product with `V` is summed channel by channel, in
-chunks of 16. (Gradients turn "key" into "value" and back, as they swap the tensors.)
+token; "key", "value": one a channel of `k` or of `v`, then P or its product with `V` is made of halves of halves.
+(Gradients turn "key" into "value" and back, as they swap the tensors.)
 
 The normaliser: `norm` "out" divides by den = rowsum P + read * (Q z); its gradient dden adds a rank-one term to the
 scores, from "row" (dq) or "column" (dk), and a row of the state. The gradient of g takes two walks: dq's, which
@@ -31,92 +31,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels._decays import channel_product, channel_scores, decays, factor
 from kernels._segments import segment
 from kernels._tiles import G_MIN, load_rows, sequence, store_rows
-
-
-@triton.jit
-def _decays(
-    g, stride, t, live, d, D: tl.constexpr, full: tl.constexpr, C: tl.constexpr,
-    vector: tl.constexpr, reverse: tl.constexpr, exact: tl.constexpr,
-):  # fmt: skip
-    """G as a sum of two, the factors read, write (C or C, D) and kept (scalar or D), and the total log-decay.
-
-    After a hard decay G is large, and small differences drown in its rounding. So where products are `exact`, what of
-    each g is a multiple of 2^-10 is summed apart: that sum is exact, and so is each of its differences.
-    """
-    if vector:
-        x = load_rows(g, t, stride, live, d, D, full).to(tl.float32)
-    else:
-        x = tl.load(g + t * stride, mask=live, other=0.0).to(tl.float32)
-    x = tl.where(x < G_MIN, G_MIN, x)
-    last = tl.arange(0, C) == C - 1
-    last = last[:, None] if vector else last
-    G, fine = x, 0.0
-    if exact:
-        G = tl.floor(x * 1024.0) * (1.0 / 1024.0)
-        fine = tl.cumsum(x - G, 0)
-    G = tl.cumsum(G, 0)
-    # The last of the sum, not a sum of its own: what both rounded alike then leaves the difference
-    end, end_fine = tl.sum(tl.where(last, G, 0.0), 0), 0.0
-    if exact:
-        end_fine = tl.sum(tl.where(last, fine, 0.0), 0)
-    since_start = tl.exp(G + fine)
-    if vector:
-        to_end = tl.exp(tl.minimum(end[None, :] - G + (end_fine[None, :] - fine if exact else 0.0), 0.0))
-    else:
-        to_end = tl.exp(tl.minimum(end - G + (end_fine - fine), 0.0))
-    end += end_fine
-    if reverse:
-        return G, fine, to_end, since_start, tl.exp(end), end
-    else:
-        return G, fine, since_start, to_end, tl.exp(end), end
-
-
-@triton.jit
-def _faded(G, fine, j, C: tl.constexpr, reverse: tl.constexpr, exact: tl.constexpr):
-    """How much of what token j brings is left at each token of the chunk, (C, D): 0 where it is not seen."""
-    r = tl.arange(0, C)
-    of_j = (r == j)[:, None]
-    passed = G - tl.sum(tl.where(of_j, G, 0.0), 0)[None, :]
-    if exact:
-        passed += fine - tl.sum(tl.where(of_j, fine, 0.0), 0)[None, :]
-    seen = r <= j if reverse else r >= j
-    passed = -passed if reverse else passed
-    return tl.exp(tl.where(seen[:, None], tl.minimum(passed, 0.0), float("-inf")))
-
-
-@triton.jit
-def _channel_scores(q, k, G, fine, C: tl.constexpr, reverse: tl.constexpr, exact: tl.constexpr):
-    """P (C, C), where each channel of `k` decays by itself."""
-    r = tl.arange(0, C)
-    P = tl.zeros([C, C], tl.float32)
-    for j in range(C):
-        k_j = tl.sum(tl.where((r == j)[:, None], k, 0.0), 0)
-        P_j = tl.sum(q * k_j[None, :] * _faded(G, fine, j, C, reverse, exact), 1)
-        P = tl.where((r == j)[None, :], P_j[:, None], P)
-    return P
-
-
-@triton.jit
-def _channel_product(P, v, G, fine, C: tl.constexpr, reverse: tl.constexpr, exact: tl.constexpr):
-    """P V (C, BW), where each channel of `v` decays by itself; P is already masked."""
-    r = tl.arange(0, C)
-    out = tl.zeros_like(v)
-    for j in range(C):
-        P_j = tl.sum(tl.where((r == j)[None, :], P, 0.0), 1)
-        v_j = tl.sum(tl.where((r == j)[:, None], v, 0.0), 0)
-        out += P_j[:, None] * v_j[None, :] * _faded(G, fine, j, C, reverse, exact)
-    return out
-
-
-@triton.jit
-def _factor(x, product: tl.constexpr, prec: tl.constexpr):
-    """`x` (fp32) as a factor of a product. Rounded to TF32 where the tensor cores would cut it off: half the error."""
-    if product == tl.float32 and prec == "tf32":
-        bits = x.to(tl.int32, bitcast=True) + 0x1000
-        return tl.where(x == x, (bits & -0x2000).to(tl.float32, bitcast=True), x)
-    return x.to(product)
 
 
 @triton.jit
@@ -135,11 +52,11 @@ def _absorb(
             weighted *= write
         z = tl.sum(weighted, 0) + (z if decay == "none" else z * kept)
     if decay == "token":
-        S, v = S * kept, _factor(v * write[:, None], product, prec)
+        S, v = S * kept, factor(v * write[:, None], product, prec)
     if decay == "key":
-        S, k = S * kept[:, None], _factor(k * write, product, prec)
+        S, k = S * kept[:, None], factor(k * write, product, prec)
     if decay == "value":
-        S, v = S * kept[None, :], _factor(v * write, product, prec)
+        S, v = S * kept[None, :], factor(v * write, product, prec)
     return tl.dot(tl.trans(k), v, acc=S, input_precision=prec), z
 
 
@@ -181,7 +98,7 @@ def _scan_kernel(
         if norm == "in":
             side_i = tl.load(side + t * H, mask=live, other=0.0)
         if decay != "none":
-            _, _, _, write, kept, end = _decays(
+            _, _, _, write, kept, end = decays(
                 g, g_t, t, live, d, K, K == BK, C, decay == "key", reverse, product == tl.float32
             )
             total += end
@@ -233,16 +150,16 @@ def _walk(
         v_i = load_rows(v, t, v_t, live, w, W, W % BW == 0).to(product)
         G, fine, read, write, kept, side_i = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         if decay == "key":
-            G, fine, read, write, kept, _ = _decays(g, g_t, t, live, d, D, D == BD, C, True, reverse, exact)
+            G, fine, read, write, kept, _ = decays(g, g_t, t, live, d, D, D == BD, C, True, reverse, exact)
         elif decay != "none":
-            G, fine, read, write, kept, _ = _decays(
+            G, fine, read, write, kept, _ = decays(
                 g, g_t, t, live, w, W, W % BW == 0, C, decay == "value", reverse, exact
             )
         if norm == "row" or norm == "column":
             side_i = tl.load(side + t * side_t, mask=live, other=0.0)
         # The scores
         if decay == "key":
-            P = _channel_scores(q_i.to(tl.float32), k_i.to(tl.float32), G, fine, C, reverse, exact)
+            P = channel_scores(q_i, k_i, G, C, reverse, product, prec)
         else:
             P = tl.dot(q_i, tl.trans(k_i), input_precision=prec)
             if norm == "row":
@@ -259,9 +176,9 @@ def _walk(
                 P = tl.where(seen, P, 0.0)
         # What the tokens before the chunk give, and those inside it
         if decay == "key":
-            before = tl.dot(_factor(q_i * read, product, prec), _factor(S, product, prec), input_precision=prec)
+            before = tl.dot(factor(q_i * read, product, prec), factor(S, product, prec), input_precision=prec)
         else:
-            before = tl.dot(q_i, _factor(S, product, prec), input_precision=prec)
+            before = tl.dot(q_i, factor(S, product, prec), input_precision=prec)
         if norm == "row":
             before += side_i[:, None] * z[None, :]
         if norm == "column":
@@ -272,9 +189,9 @@ def _walk(
             before *= read
         inside = tl.zeros([C, BW], tl.float32) if gate == "finish" else before
         if decay == "value":
-            inside += _channel_product(P, v_i.to(tl.float32), G, fine, C, reverse, exact)
+            inside += channel_product(P, v_i, G, C, reverse, product, prec)
         else:
-            inside = tl.dot(_factor(P, product, prec), v_i, acc=inside, input_precision=prec)
+            inside = tl.dot(factor(P, product, prec), v_i, acc=inside, input_precision=prec)
         if gate == "record":
             # The states stand as (token's chunk, W, D): as this walk holds them
             at = chunk_states + c * chunk_step * (D * W) + d[:, None] * W + w[None, :]

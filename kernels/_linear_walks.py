@@ -31,10 +31,12 @@ class Plan(NamedTuple):
 def plan(T: int, K: int, V: int, dtype: torch.dtype, by_channel: bool) -> Plan:
     """Tiles that keep the state and the chunk of a program in registers and shared memory."""
     wide, exact = max(padded(K), padded(V)), dtype != torch.bfloat16
-    C = 16 if by_channel else min(64, padded(T))
+    C = min(64, padded(T))
+    if by_channel:
+        C = min(C, 32 if wide <= 128 else 16)
     if exact and wide > 64:
         C = min(C, 32)
-    tile = 64 if wide <= 128 or not exact else 32
+    tile = 64 if wide <= (128 if exact else 256) else 32
     stages = 3 if wide <= 64 and not exact else 2 if wide <= 128 else 1
     return Plan(C, min(tile, padded(K)), min(tile, padded(V)), 4 if wide <= 128 else 8, stages)
 

@@ -108,7 +108,7 @@ class _Attended:
         s: Tensor | None,
         state: tuple[Tensor | None, Tensor | None],
         scale: float,
-        mask_empty: bool,
+        mask: bool | Tensor,
         cu_seqlens: Tensor | None,
     ) -> None:
         B, T, H, _ = v.shape
@@ -116,10 +116,12 @@ class _Attended:
         keys = prepare(w, w, k, f, cu_seqlens, H // q.shape[2])
         self.key_starts = _starts(keys, state[0])
         x, self.keys = _logits(keys, q, self.key_starts)
-        first, sequence_of = _first_writes(w, state, cu_seqlens) if mask_empty else (None, None)
+        first, sequence_of = (mask, None) if isinstance(mask, Tensor) else (None, None)
+        if mask is True:
+            first, sequence_of = _first_writes(w, state, cu_seqlens)
         self.p = torch.empty_like(w, memory_format=torch.contiguous_format)
         args = (x, self.p, first, sequence_of, T, H, B * T * H, float(scale))
-        _by_row(_softmax_kernel, x, args, masked=mask_empty, packed=cu_seqlens is not None)
+        _by_row(_softmax_kernel, x, args, masked=first is not None, packed=cu_seqlens is not None)
         values = prepare(self.p, w, v, f, cu_seqlens)
         self.value_starts = _starts(values, state[1])
         done = walk(values, self.value_starts, 1.0, False, q.dtype)
@@ -138,10 +140,10 @@ class _Attend(torch.autograd.Function):
         keys: Tensor | None,
         values: Tensor | None,
         scale: float,
-        mask_empty: bool,
+        mask: bool | Tensor,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        done = _Attended(q, k, v, f, s, (keys, values), scale, mask_empty, cu_seqlens)
+        done = _Attended(q, k, v, f, s, (keys, values), scale, mask, cu_seqlens)
         ctx.save_for_backward(q, k, v, f, s, done.p, cu_seqlens, *done.key_starts, *done.value_starts)
         ctx.scale, ctx.has_start = scale, keys is not None
         ctx.set_materialize_grads(False)
@@ -201,12 +203,15 @@ def attend(
     s: Tensor | None,
     state: tuple[Tensor | None, Tensor | None],
     scale: float,
-    mask_empty: bool,
+    mask: bool | Tensor,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o (B, T, H, V) and the keys (N, H, M, K) and values (N, H, M, V) at the end."""
+    """o (B, T, H, V) and the keys (N, H, M, K) and values (N, H, M, V) at the end.
+
+    `mask`: leave out slots that no s has written, or those of which the given first token (B, H, M) is still to come.
+    """
     q, f = rows_contiguous(q), rows_contiguous(f)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, f, s, *state)):
-        return _Attend.apply(q, k, v, f, s, *state, scale, mask_empty, cu_seqlens)
-    done = _Attended(q, k, v, f, s, state, scale, mask_empty, cu_seqlens)
+        return _Attend.apply(q, k, v, f, s, *state, scale, mask, cu_seqlens)
+    done = _Attended(q, k, v, f, s, state, scale, mask, cu_seqlens)
     return done.o, done.keys, done.values

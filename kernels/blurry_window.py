@@ -16,7 +16,8 @@ Chunked, with w_ijm = r_jm prod_{j<u<=i} (1 - r_um), a table that depends on no 
 
     logit_im = w'_im (K q_i)_m + sum_j (q_i . k_j) w_ijm      o_i = V^T (w'_i * p_i) + sum_j (sum_m p_im w_ijm) v_j
 
-with w' the product of 1 - r from the chunk's start. Autograd's own backward pass: the tables carry no gradient.
+with w' the product of 1 - r from the chunk's start. Autograd's own backward pass: the tables carry no gradient. On a
+card it is slot attention with log-gates log(1 - r), of either sign, and writes r.
 
 Letters: B batch, T time, H heads, J = B * H, N chunks, C chunk length, M slots, K key width, V value width; G heads
 after which the resolutions repeat, P phases (1 where all rows begin at 0, else B), Q = J / (P G) rows of one table.
@@ -32,7 +33,10 @@ import torch
 from torch import Tensor
 
 from kernels._chunk import chunk_length, from_chunks, to_chunks
-from kernels._launch import accumulator, check, full_precision, resolve
+from kernels._launch import accumulator, check, full_precision, resolve, triton_unfit
+
+MOST = 512
+"""Slots, at most, in the Triton kernels: a program holds them all for some of the channels."""
 
 LONGEST = 16
 """Chunk length: a table has C numbers a token, head and slot."""
@@ -162,7 +166,9 @@ def blurry_window(
     """
     (B, T, H, V), K = v.shape, q.shape[-1]
     _check(q, k, v, slots, resolution, initial_state)
-    impl = resolve(impl, "blurry_window")
+    impl = resolve(impl, "blurry_window", unfit(q, k, v, slots))
+    if impl == "triton" and T > 1:
+        return _on_card(q, k, v, initial_state, slots, resolution, scale)
     dtype, acc = q.dtype, accumulator(q, v)
     q, k, v = q.to(acc), k.to(acc), v.to(acc)
     if initial_state is not None:
@@ -177,6 +183,42 @@ def blurry_window(
     o, S = _chunked(q, k, v, initial_state, slots, resolution, scale)
     seen = torch.zeros(B, dtype=torch.int32, device=v.device) if initial_state is None else initial_state.length
     return o.to(dtype), BlurryState(S[..., :K], S[..., K:], seen + T)
+
+
+def unfit(q: Tensor, k: Tensor, v: Tensor, slots: int, **_: Any) -> str | None:
+    """Why the Triton kernels cannot take these inputs, to be read after the op's name; None: they can."""
+    if slots > MOST:
+        return f"takes at most {MOST} slots in its Triton kernel, not {slots}"
+    return triton_unfit(q, k, v, heads=(q.shape[-1], v.shape[-1]))
+
+
+def _on_card(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: BlurryState | None,
+    slots: int,
+    resolution: Sequence[int],
+    scale: float,
+) -> tuple[Tensor, BlurryState]:
+    from kernels._slot_attention import attend  # Triton is not everywhere
+
+    B, T, H, _ = v.shape
+    common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    seen = torch.zeros(B, dtype=torch.int32, device=v.device) if state is None else state.length
+    position = torch.arange(T, device=v.device)[None]
+    if state is not None:
+        position = position + seen.long()[:, None]
+    alike = len(set(resolution)) == 1
+    r = write_weights(position, slots, resolution[:1] if alike else resolution)  # (1 or B, T, 1 or H, M)
+    s = r.to(torch.bfloat16 if common == torch.bfloat16 else torch.float32)
+    f, s = ((x.expand(B, T, H, slots)) for x in (torch.log1p(-r).float(), s))
+    j = torch.arange(slots, dtype=torch.int32, device=v.device)
+    R = torch.stack([(j - 1) * R + 1 for R in resolution])  # the first position at which a slot is near, (H, M)
+    start = (None, None) if state is None else (state.keys.float(), state.values.float())
+    first = (R - seen[:, None, None]).to(torch.int32)
+    o, keys, values = attend(q.to(common), k.to(common), v.to(common), f, s, start, scale, first, None)
+    return o.to(q.dtype), BlurryState(keys, values, seen + T)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, slots: int, resolution: Sequence[int], state: BlurryState | None) -> None:

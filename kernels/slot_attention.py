@@ -233,7 +233,12 @@ def unfit(q: Tensor, k: Tensor, v: Tensor, f: Tensor, s: Tensor | None = None, *
 
 
 def _on_card(
-    inputs: tuple[Tensor | None, ...], state: SlotState | None, cu_seqlens: Tensor | None, **settings: Any
+    inputs: tuple[Tensor | None, ...],
+    state: SlotState | None,
+    cu_seqlens: Tensor | None,
+    *,
+    scale: float,
+    mask_empty: bool,
 ) -> tuple[Tensor, SlotState]:
     from kernels._slot_attention import attend  # Triton is not everywhere
 
@@ -241,8 +246,8 @@ def _on_card(
     common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)  # type: ignore[union-attr]
     q, k, v = (x.to(common) for x in (q, k, v))  # type: ignore[union-attr]
     start = (None, None) if state is None else (state[0].float(), state[1].float())
-    o, keys, values = attend(q, k, v, f, s, start, **settings, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
-    return o, (keys, values)
+    o, keys, values = attend(q, k, v, f, s, start, scale, mask_empty, cu_seqlens)  # type: ignore[arg-type]
+    return o.to(inputs[0].dtype), (keys, values)  # type: ignore[union-attr]
 
 
 def _one_by_one(
