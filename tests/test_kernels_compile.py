@@ -29,7 +29,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"K": 64, "V": 64, "dtype": "bfloat16", "segments": 2},
         {"K": 33, "V": 16, "dtype": "float32", "gated": False, "apart": True},
     ],
-    "slot_attention": [{"M": 64, "K": 64, "V": 64, "dtype": "bfloat16"}],
+    "slot_attention": [{"M": 16, "K": 16, "V": 16, "dtype": "float32"}],
     "cache_attention": [
         {"K": 64, "V": 64, "dtype": "bfloat16", "width": 16, "block": 32},
     ],
@@ -57,6 +57,7 @@ WIDE: dict[str, list[dict[str, Any]]] = {
         {"K": 256, "V": 256, "dtype": "float32", "gated": False},
     ],
     "slot_attention": [
+        {"M": 64, "K": 64, "V": 64, "dtype": "bfloat16"},
         {"M": 64, "K": 64, "V": 64, "dtype": "float32", "apart": True, "segments": 2},
         {"M": 64, "K": 128, "V": 128, "dtype": "bfloat16", "masked": True},
         {"M": 256, "K": 64, "V": 64, "dtype": "bfloat16", "segments": 2},
