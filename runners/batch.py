@@ -12,6 +12,10 @@ A task is a class `Task` whose keyword-only parameters are its YAML keys, with
     score(logits_BQV, batch)
                             one value a row for every metric that is a mean over rows
     of_means(means)         the other metrics, which follow from those means; a task without such has no such method
+
+A task that trains nothing (TRAINS = False) has vocab_size, seq_len and, in the place of all the rest,
+
+    measure(model, device)  each metric of the untrained model, and `n`, the number of rows behind it
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ def run(
 ) -> dict[str, float]:
     """Each metric of the task over the rows of `split`, and `n`, the number of rows.
 
-    The rows are the same for every seed and arm. Autocasts as the trial's training did.
+    The rows are the same for every seed and arm. Autocasts as the trial's training did. A task that trains nothing
+    measures the model itself.
     """
     task = tasks.build(task_settings)
     if task.vocab_size > trial_vocab(trial):
@@ -30,6 +31,8 @@ def run(
             f"task.vocab_size {task.vocab_size} of an evaluation is above the {trial_vocab(trial)} the model was "
             "trained with: it has no embedding for the tokens beyond"
         )
+    if hasattr(task, "measure"):
+        return task.measure(model, device)
     return score(model, task, split, device, (trial.train or {}).get("dtype", "fp32"))
 
 

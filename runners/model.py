@@ -299,16 +299,18 @@ class Model(nn.Module):
             x_BTD = x_BTD.gather(1, position_BQ[..., None].expand(-1, -1, self.d_model))
         return self._logits(x_BTD)
 
-    def prefill(self, tokens_BT: Tensor) -> tuple[Tensor, State]:
-        """Logits after the last of `tokens_BT`, (B, V), and the state to continue from."""
+    def prefill(self, tokens_BT: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Logits after the last of `tokens_BT`, (B, V), and the state to continue from; itself continues `state`."""
+        before = state or {"time": 0, "layers": [None] * len(self.layers)}
+        end = before["time"] + tokens_BT.shape[1]
         x_BTD = self.embedding(tokens_BT)
         if self.positions is not None:
-            x_BTD = x_BTD + self._position(0, tokens_BT.shape[1])
+            x_BTD = x_BTD + self._position(before["time"], end)
         states = []
-        for layer in self.layers:
-            x_BTD, state = layer(x_BTD)
-            states.append(state)
-        return self._logits(x_BTD[:, -1]), {"time": tokens_BT.shape[1], "layers": states}
+        for layer, own in zip(self.layers, before["layers"], strict=True):
+            x_BTD, after = layer(x_BTD, own)
+            states.append(after)
+        return self._logits(x_BTD[:, -1]), {"time": end, "layers": states}
 
     def step(self, token_B: Tensor, state: State) -> tuple[Tensor, State]:
         """One token more: logits (B, V) and the next state."""

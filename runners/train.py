@@ -205,6 +205,8 @@ def fit(
     """
     if start is not None and "ended" in start.meta:
         return Fit(**start.meta["ended"], snapshot=start)
+    if trial.train is None:
+        return _untrained(trial, device)
     run = _Run(trial, device, micro_batch, rungs)
     if start is not None:
         run.load(start)
@@ -239,8 +241,16 @@ def load_model(trial: Trial, snapshot: Snapshot, device: torch.device) -> models
 
 
 def batch_rows(trial: Trial) -> int:
-    """Rows of an update of `trial`."""
-    return Train(**(trial.train or {})).rows(tasks.build(trial.task).seq_len)
+    """Rows of an update of `trial`; of a trial without updates 1."""
+    return 1 if trial.train is None else Train(**trial.train).rows(tasks.build(trial.task).seq_len)
+
+
+def _untrained(trial: Trial, device: torch.device) -> Fit:
+    """What a trial of a task with nothing to train is evaluated with: its initial weights."""
+    model = models.build(trial, device)
+    tensors = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
+    n_params = sum(p.numel() for p in model.parameters())
+    return Fit("complete", 0, {}, n_params, 0, "steps", None, Snapshot(0, tensors, {}))
 
 
 def data_seed(trial: Trial) -> int:
@@ -271,8 +281,7 @@ class _Run:
     def __init__(
         self, trial: Trial, device: torch.device, micro_batch: int | None = None, rungs: Rungs | None = None
     ) -> None:
-        if trial.train is None:
-            raise UserError(f"task {trial.task['name']} has nothing to train")
+        assert trial.train is not None
         self.device, self.train, self.micro_batch = device, Train(**trial.train), micro_batch
         self.task = tasks.build(trial.task)
         self.model = models.build(trial, device).train()

@@ -23,6 +23,7 @@ from sweeps import cli, json_schema, library
 from sweeps.catalog import Catalog
 from sweeps.plan import load, not_there_yet
 from sweeps.reader import SpecError
+from sweeps.show_bill import verdict_of
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "ray", "mlflow", "pandas", "numpy", "optuna", "sqlalchemy")
@@ -336,7 +337,9 @@ def test_shipped_specs_are_valid_with_every_profile(name: str) -> None:
     assert not [note for note in found.notes if "same model" in note]
     profiles = yaml.safe_load((library.SHIPPED / f"{name}.yaml").read_text()).get("profiles", {})
     for profile in profiles:
-        assert load(name, profile=profile).sweep == f"{name}@{profile}"
+        patched = load(name, profile=profile)
+        assert patched.sweep == f"{name}@{profile}"
+        assert {verdict_of(patched, test) for test in patched.tests} == {"can be reached"}
 
 
 def test_the_capacity_demo_is_sized_for_a_laptop_and_its_admissions_can_differ() -> None:
