@@ -5,10 +5,10 @@ computes it: milliseconds on the card (the call recorded as a CUDA graph and rep
 the end of the card's work), peak memory, the error against fp64, and the least time over that on the card. Runs of one
 shape alternate on the same inputs, with the L2 cache emptied before each; a figure is the median. The short
 convolution runs on q, k and v together: 3 * heads * head width channels. Slot attention has 64 slots; cache attention
-keeps 64 tokens beside a block of 256, as HOLA does, and has no peer.
+keeps 64 tokens beside a block of 256, as HOLA does, and has no peer; nor has the ridge solve, in fp32 as VLA calls it.
 
 To choose tiles anew for another card, change the tables in `plan` (kernels/_linear_walks.py), `n_segments`
-(kernels/_segments.py) or `walk_length` (kernels/_short_conv.py) and run this again.
+(kernels/_segments.py), `blocks` (kernels/_ridge_solve.py) or `walk_length` (kernels/_short_conv.py) and run this again.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from kernels._launch import choose_assembler, newest_cuda, resolve, triton_unfit
 from kernels.cache_attention import cache_attention
 from kernels.delta_rule import delta_rule
 from kernels.linear_attention import linear_attention
+from kernels.ridge_solve import ridge_solve
 from kernels.short_conv import short_conv
 from kernels.slot_attention import slot_attention
 
 SHAPES = [(64, 256, 2, 64), (1, 8192, 16, 64), (8, 2048, 16, 128), (1, 65536, 16, 128), (1, 131072, 16, 64)]
-OPS = ("linear_attention", "delta_rule", "slot_attention", "cache_attention", "short_conv")
+OPS = ("linear_attention", "delta_rule", "slot_attention", "cache_attention", "ridge_solve", "short_conv")
 PEER = "flash-linear-attention"
 WIDTH = 4
 """Of the short convolution."""
 SLOTS = 64
 CACHED, BLOCK = 64, 256
 """Of cache attention: tokens kept, and tokens of a block."""
+RIDGE = 0.1
 LONGEST_CHECKED = 8192
 """Tokens up to which errors are taken: fp64 on a card is slow."""
 SECONDS = 2.0
@@ -103,6 +105,9 @@ def draw(op: str, shape: Shape, device: str = "cuda") -> Inputs:
 
     if op == "short_conv":
         return {"x": randn(B, T, 3 * H * D).bfloat16(), "w": 0.5 * randn(3 * H * D, WIDTH)}
+    if op == "ridge_solve":
+        u, x = (F.normalize(randn(B, T, H, D), dim=-1) for _ in range(2))
+        return {"u": u * D**-0.5, "x": x}
     q, k, v = (randn(B, T, H, D) for _ in range(3))
     inputs = {"q": F.normalize(q, dim=-1).bfloat16(), "k": F.normalize(k, dim=-1).bfloat16(), "v": v.bfloat16()}
     if op == "slot_attention":
@@ -118,6 +123,8 @@ def ours(op: str, x: Inputs, impl: str) -> Tensor:
     """The output of our `op`."""
     if op == "short_conv":
         return short_conv(x["x"], x["w"], "silu", impl=impl)[0]
+    if op == "ridge_solve":
+        return ridge_solve(x["u"], x["x"], RIDGE, unit=True, impl=impl)[0]
     scale = x["q"].shape[-1] ** -0.5
     if op == "linear_attention":
         return linear_attention(x["q"], x["k"], x["v"], scale=scale, impl=impl)[0]
@@ -131,7 +138,7 @@ def ours(op: str, x: Inputs, impl: str) -> Tensor:
 
 def peer(op: str) -> Callable[[Inputs], Tensor] | None:
     """The same op of flash-linear-attention, as its documentation calls it; None if it has none, or is not here."""
-    if op == "cache_attention":
+    if op in ("cache_attention", "ridge_solve"):
         return None
     module, name = {
         "linear_attention": ("fla.ops.linear_attn", "chunk_linear_attn"),
@@ -252,6 +259,8 @@ def least_ms(op: str, shape: Shape, backward: bool, limits: Limits) -> float:
     if op == "slot_attention":  # f and s; then both again, df and ds
         size += (3 if backward else 1) * 6 * B * T * H * SLOTS
         flops = 2 * B * T * H * 2 * (C * (D + SLOTS) + 2 * D * SLOTS)
+    if op == "ridge_solve":  # u, x, alpha; then u, alpha, dalpha, du and dx as well, in fp32
+        size, flops = 4 * B * T * H * D * (8 if backward else 3), 2 * B * T * H * D * 3 * D
     if op == "cache_attention":  # a token reads half its block, and the cache if its block is not the first
         own = min(BLOCK, T)
         flops = 2 * B * H * D * (T * (own + 1) + 2 * CACHED * (T - own))
