@@ -1,5 +1,6 @@
 """Conformance of every task, found by file name, and the laws of MQAR against a slow, obvious version."""
 
+import dataclasses
 import importlib
 import math
 from typing import Any
@@ -148,9 +149,21 @@ def test_same_rows_on_the_card(name: str) -> None:
     for split in SPLITS:
         here = task.batch(split, torch.arange(64), 3)
         there = task.batch(split, torch.arange(64), 3, "cuda")
-        assert torch.equal(here.tokens_BT, there.tokens_BT.cpu())
-        assert torch.equal(here.position_BQ, there.position_BQ.cpu())
-        assert torch.equal(here.target_BQ, there.target_BQ.cpu())
+        for field in dataclasses.fields(here):
+            assert torch.equal(getattr(here, field.name), getattr(there, field.name).cpu())
+
+
+@pytest.mark.gpu
+@every_task
+def test_making_rows_never_waits_for_the_card(name: str) -> None:
+    task = small(name)
+    task.batch("train", torch.arange(16), 3, "cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        task.batch("train", torch.arange(16, 32), 3, "cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_unknown_task_names_the_nearest() -> None:
