@@ -67,9 +67,11 @@ class Analyst:
         """The cost of training `trial` and evaluating it on the task settings `slices`."""
         env, n_params = self._env(trial)
         train = trial.train
-        if train is None or n_params is None:
-            return Work(n_params, None, None, None, None, None)
+        if n_params is None:
+            return Work(None, None, None, None, None, None)
         length = env.get("seq_len")
+        if train is None:
+            return self._untrained(env, n_params, env.get("rows") or 1, length or 1)
         rows = train.get("batch_size") or (length and max(1, (train.get("batch_tokens") or 0) // length))
         steps = self._steps(trial, rows, length, n_params)
         if not (rows and length and steps):
@@ -85,6 +87,12 @@ class Analyst:
         speed = self.rate.bf16 if bf16 else self.rate.fp32
         seconds = START_S + max(steps * self.rate.layer_s * (env.get("n_layers") or 1), 0.0) + flops / speed
         return Work(n_params, steps, tokens, flops, seconds, self._memory(env, n_params, rows, length, bf16))
+
+    def _untrained(self, env: Mapping[str, Any], n_params: int, rows: int, length: int) -> Work:
+        """A trial that reads its rows once and trains nothing."""
+        flops = self._forward(env, n_params) * rows * length
+        memory = self._memory(env, n_params, rows, length, False)
+        return Work(n_params, 0, 0, flops, START_S + flops / self.rate.fp32, memory)
 
     def _env(self, trial: Trial) -> tuple[dict[str, Any], int | None]:
         """The names that formulas read, and the model's parameters."""

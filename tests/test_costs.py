@@ -361,3 +361,11 @@ def test_what_was_spent_counts_against_the_budget(tmp_path: Path, monkeypatch: p
     ledger.finish(Outcome(one, 1, Status.INTERRUPTED, seconds=4 * 3600.0))
     with pytest.raises(UserError, match=r"GPU-hours to run and 2 spent; budget.gpu_hours is 2"):
         spending.check(planned, store.root, None, None, yes=False)
+
+
+def test_a_trial_that_trains_nothing_costs_what_it_reads(tmp_path: Path) -> None:
+    text = "sweep: t\nmechanism: linear\ntask: {name: state_norm, rows: 2}\naxes: {task.seq_len: [100, 100000]}"
+    short, long = bill.make(plan(text, tmp_path, catalog=CATALOG), catalog=CATALOG).cells
+    assert 0 < short.seconds < long.seconds
+    assert (short.steps, short.tokens) == (0, 0)
+    assert short.n_params == long.n_params > 0
