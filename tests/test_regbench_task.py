@@ -79,6 +79,13 @@ def test_sizes_are_uniform() -> None:
     assert stats.chisquare(counts[1:], [6000, 2000]).pvalue > 1e-3
 
 
+def test_alphabets_are_uniform_in_size() -> None:
+    """Of 3 letters an automaton has 2 or 3, so that two states with one symbol each share it with 1/2 or 1/3."""
+    found = drawn(build(nodes=3, edges=1, symbols=3, vocab_size=5), 8000)
+    shared = sum(graph[0].keys() == graph[1].keys() for graph in found)
+    assert stats.binomtest(shared, len(found), 5 / 12).pvalue > 1e-3
+
+
 def test_the_fingerprint_is_of_the_language() -> None:
     task = build(nodes=4, edges=2, symbols=3, vocab_size=5)
     automata = task._draw(3, torch.arange(400)[:, None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from mechanisms._parts import unit_norm
 from runners import evaluate, tasks, train
 from runners import model as models
-from runners.schema import Trial, UserError
+from runners.schema import EvalSlice, Job, Status, Trial, UserError
+from runners.store import read_sealed
 from runners.tasks.state_norm import slope
+from runners.trial import run_job
 
 CPU = torch.device("cpu")
 
@@ -117,6 +120,22 @@ def test_a_trial_that_trains_nothing_ends_at_once_with_its_first_weights() -> No
     model = train.load_model(found, fit.snapshot, CPU)
     assert evaluate.run(model, found, found.task, device=CPU) == measured(found)
     assert train.batch_rows(found) == 1
+
+
+def test_its_folder_holds_a_result_and_an_evaluation(tmp_path: Path) -> None:
+    found = trial("linear")
+    part = EvalSlice("own", "test", found.task, {}, {})
+    assert run_job(Job(found, 1, (part,), str(tmp_path), "cpu", 1)).status == Status.COMPLETE
+    result, row = (read_sealed(tmp_path / name) for name in ("result.json", "evals/own.json"))
+    assert result is not None
+    assert row is not None
+    assert (result["status"], result["step"], result["tokens"]) == ("complete", 0, 0)
+    assert row["metrics"] == measured(found)
+    more = EvalSlice("longer", "test", {**found.task, "seq_len": 60}, {}, {})
+    assert run_job(Job(found, 2, (part, more), str(tmp_path), "cpu", 1)).status == Status.COMPLETE
+    again = read_sealed(tmp_path / "evals/longer.json")
+    assert again is not None
+    assert again["metrics"]["state_norm"] > row["metrics"]["state_norm"]
 
 
 @pytest.mark.gpu
