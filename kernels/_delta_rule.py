@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels import _delta_rule_triton as device
+from kernels._erase_triton import scores
 from kernels._launch import launch, multiprocessors, padded, rows_contiguous
 
 
@@ -157,7 +158,7 @@ def _forward(
     args: tuple[Any, ...] = (q, a, a if b is None else b, beta, g, L, Ti, P, G, slots, T, H, group, *qab)
     tile = {"K": K, "BK": size.K_tile, "C": size.C, "PREC": size.precision}
     tile["INVERSE"] = "tf32x3" if q.dtype == torch.float32 else "tf32"
-    launch(device.scores, chunks * H, args, tile, num_warps=size.score_warps, num_stages=1)
+    launch(scores, chunks * H, args, tile, num_warps=size.score_warps, num_stages=1)
     settings = {"K": K, "BK": size.K, "V": V, "BV": size.V, "C": size.C, "PREC": size.precision}
     options = {"num_warps": size.warps, "num_stages": size.stages}
     if segments > 1:

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels._chunk import G_MIN, LONGEST, decay_tile, from_chunks, repeat_heads, to_chunks
-from kernels._launch import accumulator, check, full_precision, resolve
+from kernels._launch import accumulator, check, full_precision, resolve, triton_unfit
 
 
 class LogLinearState(NamedTuple):
@@ -187,11 +187,19 @@ def log_linear_attention(
 
     q, k (B, T, Hk, K) with H a multiple of Hk; v (B, T, H, V). g (B, T, H) <= 0, -inf allowed. lam (B, T, H, L) >= 0.
     beta (B, T, H): the delta rule's, None: nothing is erased. Sequences are not packed here.
+
+    On a card by Triton kernels, for keys of at most 128 and calls that do not continue from a state. They keep the whole
+    tree: of each 64 tokens and head 2 K V numbers in fp32, with beta 2 K (V + K), and the backward pass as many again.
     """
     B, T, H, V = v.shape
     K, L = q.shape[-1], lam.shape[-1]
-    impl = resolve(impl, "log_linear_attention")
     _check(q, k, v, g, lam, beta, initial_state)
+    impl = resolve(impl, "log_linear_attention", _unfit(q, v, k, g, lam, beta))
+    if impl == "triton" and initial_state is None:
+        from kernels import _log_linear_attention  # Triton is not everywhere
+
+        o, S = _log_linear_attention.log_linear_attention(q, k, v, g, lam, beta, scale)
+        return o, LogLinearState(S, torch.full((B,), T, device=v.device, dtype=torch.int32))
     dtype, acc = q.dtype, accumulator(q, v)
     q, k = (repeat_heads(x.to(acc), H) for x in (q, k))
     v, g, lam = v.to(acc), g.to(acc).clamp(min=G_MIN), lam.to(acc)
@@ -212,6 +220,17 @@ def log_linear_attention(
     o, S = _chunked(cut(q), cut(k), cut(v), cut(g), cut(lam), None if beta is None else cut(beta), T)
     length = torch.full((B,), T, device=v.device, dtype=torch.int32)
     return (from_chunks(o, B, T) * scale).to(dtype), LogLinearState(S.unflatten(0, (B, H)), length)
+
+
+WIDEST_KEY = 128
+"""Numbers in a key, at most, in the Triton kernels: a chunk's queries, and what they pass through, are held whole."""
+
+
+def _unfit(q: Tensor, v: Tensor, *others: Tensor | None) -> str | None:
+    """As `triton_unfit`."""
+    if q.shape[-1] > WIDEST_KEY:
+        return f"takes keys of at most {WIDEST_KEY} in its Triton kernels, not {q.shape[-1]}"
+    return triton_unfit(q, v, *others, heads=(q.shape[-1], v.shape[-1]))
 
 
 def _check(

@@ -30,12 +30,23 @@ from kernels._launch import choose_assembler, newest_cuda, resolve, triton_unfit
 from kernels.cache_attention import cache_attention
 from kernels.delta_rule import delta_rule
 from kernels.linear_attention import linear_attention
+from kernels.log_linear_attention import log_linear_attention, n_levels
 from kernels.ridge_solve import ridge_solve
 from kernels.short_conv import short_conv
 from kernels.slot_attention import slot_attention
 
 SHAPES = [(64, 256, 2, 64), (1, 8192, 16, 64), (8, 2048, 16, 128), (1, 65536, 16, 128), (1, 131072, 16, 64)]
-OPS = ("linear_attention", "delta_rule", "slot_attention", "cache_attention", "ridge_solve", "short_conv")
+OPS = (
+    "linear_attention",
+    "delta_rule",
+    "log_linear_attention",
+    "log_linear_delta",
+    "slot_attention",
+    "cache_attention",
+    "ridge_solve",
+    "short_conv",
+)
+"""By name; `log_linear_delta` is log-linear attention with beta, which flash-linear-attention has not."""
 PEER = "flash-linear-attention"
 WIDTH = 4
 """Of the short convolution."""
@@ -116,7 +127,9 @@ def draw(op: str, shape: Shape, device: str = "cuda") -> Inputs:
     if op == "cache_attention":
         gain = torch.full((D,), D**0.5, device=device)
         return inputs | {"m": randn(B, T, H).abs(), "gain": gain, "sink": torch.zeros(H, device=device)}
-    return inputs | {"beta": randn(B, T, H).sigmoid()} if op == "delta_rule" else inputs
+    if op.startswith("log_linear"):
+        inputs |= {"g": F.logsigmoid(randn(B, T, H) + 4), "lam": F.softplus(randn(B, T, H, n_levels(T)))}
+    return inputs | {"beta": randn(B, T, H).sigmoid()} if op in ("delta_rule", "log_linear_delta") else inputs
 
 
 def ours(op: str, x: Inputs, impl: str) -> Tensor:
@@ -130,6 +143,9 @@ def ours(op: str, x: Inputs, impl: str) -> Tensor:
         return linear_attention(x["q"], x["k"], x["v"], scale=scale, impl=impl)[0]
     if op == "slot_attention":
         return slot_attention(x["q"], x["k"], x["v"], x["f"], x["s"], scale=scale, impl=impl)[0]
+    if op.startswith("log_linear"):
+        q, k, v, g, lam = (x[name] for name in ("q", "k", "v", "g", "lam"))
+        return log_linear_attention(q, k, v, g, lam, x.get("beta"), scale=scale, impl=impl)[0]
     if op == "cache_attention":
         q, k, v, m, gain, sink = (x[name] for name in ("q", "k", "v", "m", "gain", "sink"))
         return cache_attention(q, k, v, m, width=CACHED, block=BLOCK, gain=gain, sink=sink, impl=impl)[0]
@@ -138,11 +154,12 @@ def ours(op: str, x: Inputs, impl: str) -> Tensor:
 
 def peer(op: str) -> Callable[[Inputs], Tensor] | None:
     """The same op of flash-linear-attention, as its documentation calls it; None if it has none, or is not here."""
-    if op in ("cache_attention", "ridge_solve"):
+    if op in ("cache_attention", "log_linear_delta", "ridge_solve"):
         return None
     module, name = {
         "linear_attention": ("fla.ops.linear_attn", "chunk_linear_attn"),
         "delta_rule": ("fla.ops.delta_rule", "chunk_delta_rule"),
+        "log_linear_attention": ("fla.ops.log_linear_attn", "chunk_log_linear_attn"),
         "slot_attention": ("fla.ops.gsa", "chunk_gsa"),
         "short_conv": ("fla.modules.convolution", "causal_conv1d"),
     }[op]
@@ -154,6 +171,9 @@ def peer(op: str) -> Callable[[Inputs], Tensor] | None:
         return lambda x: theirs(x["x"], weight=x["w"], activation="silu", output_final_state=True)[0]
     if op == "linear_attention":
         return lambda x: theirs(x["q"], x["k"], x["v"], normalize=False, output_final_state=True)[0]
+    if op == "log_linear_attention":
+        scale = {"scale": None, "output_final_state": True}  # None: that of the width of a head
+        return lambda x: theirs(x["q"], x["k"], x["v"], x["g"], x["lam"], **scale)[0]
     if op == "slot_attention":
         return lambda x: theirs(x["q"], x["k"], x["v"], x["s"], x["f"], output_final_state=True)[0]
     return lambda x: theirs(x["q"], x["k"], x["v"], x["beta"].to(x["q"].dtype), output_final_state=True)[0]
@@ -256,6 +276,9 @@ def least_ms(op: str, shape: Shape, backward: bool, limits: Limits) -> float:
     tensors = 11 if backward else 4  # q, k, v, o; then q, k, v, do, dq, dk, dv as well
     size = 2 * B * T * H * D * tensors
     flops = 2 * B * T * H * D * (4 * C + 3 * D if op == "delta_rule" else 2 * C + 2 * D)
+    if op.startswith("log_linear"):  # g and lam, and beta; then these again, and their gradients
+        size += 4 * B * T * H * (n_levels(T) + 2) * (3 if backward else 1)
+        flops = 2 * B * T * H * (C * D * (4 if op == "log_linear_delta" else 2) + D * D * max(n_levels(T) - 7, 0) // 2)
     if op == "slot_attention":  # f and s; then both again, df and ds
         size += (3 if backward else 1) * 6 * B * T * H * SLOTS
         flops = 2 * B * T * H * 2 * (C * (D + SLOTS) + 2 * D * SLOTS)

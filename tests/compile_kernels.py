@@ -31,9 +31,12 @@ from kernels import (
     _delta_rule,
     _launch,
     _linear_walks,
+    _log_linear_attention,
+    _log_linear_call,
     cache_attention,
     delta_rule,
     linear_attention,
+    log_linear_attention,
     ridge_solve,
     short_conv,
     slot_attention,
@@ -210,6 +213,19 @@ def run_short_conv(D: int, W: int, dtype: str, silu: bool = True, start: bool = 
         draw(dtype, B, W - 1, D) if start else None, impl="triton",
     )  # fmt: skip
     (y.sum() + last.sum() if start else y.sum()).backward()
+
+
+def run_log_linear_attention(
+    K: int, V: int, dtype: str, beta: bool = False, T: int = 150, C: int | None = None
+) -> None:
+    B, H, Hk = 1, 2, 1
+    if C is not None:  # smaller tiles compile sooner
+        _log_linear_attention.blocks = lambda *x: _log_linear_call.blocks(*x)._replace(C=C)
+    o, _ = log_linear_attention.log_linear_attention(
+        draw(dtype, B, T, Hk, K), draw(dtype, B, T, Hk, K), draw(dtype, B, T, H, V), draw("float32", B, T, H),
+        draw("float32", B, T, H, 12), draw("float32", B, T, H) if beta else None, scale=0.5, impl="triton",
+    )  # fmt: skip
+    o.sum().backward()
 
 
 def run_slot_attention(

@@ -29,6 +29,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"K": 64, "V": 64, "dtype": "bfloat16", "segments": 2},
         {"K": 33, "V": 16, "dtype": "float32", "gated": False, "apart": True},
     ],
+    "log_linear_attention": [{"K": 16, "V": 16, "dtype": "float16", "beta": True, "T": 40, "C": 16}],
     "slot_attention": [{"M": 16, "K": 16, "V": 16, "dtype": "float32"}],
     "cache_attention": [
         {"K": 64, "V": 64, "dtype": "bfloat16", "width": 16, "block": 32},
@@ -55,6 +56,14 @@ WIDE: dict[str, list[dict[str, Any]]] = {
         {"K": 128, "V": 128, "dtype": "float16", "apart": True},
         {"K": 256, "V": 256, "dtype": "bfloat16"},
         {"K": 256, "V": 256, "dtype": "float32", "gated": False},
+    ],
+    "log_linear_attention": [
+        {"K": 64, "V": 64, "dtype": "bfloat16"},
+        {"K": 64, "V": 64, "dtype": "bfloat16", "beta": True, "T": 2100},
+        {"K": 128, "V": 128, "dtype": "bfloat16", "beta": True},
+        {"K": 128, "V": 128, "dtype": "float16"},
+        {"K": 128, "V": 64, "dtype": "float32", "beta": True},
+        {"K": 128, "V": 256, "dtype": "float32"},
     ],
     "slot_attention": [
         {"M": 64, "K": 64, "V": 64, "dtype": "bfloat16"},
