@@ -137,10 +137,12 @@ def choose(
             at = tl.load(position + (b * S + w) * H + h, w < W, -1).to(tl.int64)
             key = _key(m, w.to(tl.int64), at, b, h, H, P, at >= 0, select)
             row = tl.where(at >= 0, w.to(tl.int64), -1)
+        best = bh * N * R + w
+        soon = tl.load(ranked + best, w < tl.minimum(done, 1) * R, -1)
         for c in range(0, done):
             tl.store(idx + (bh * N + c) * W + w, row.to(tl.int32), w < W)
-            best = (bh * N + c) * R
-            new = tl.load(ranked + best + w, w < R, -1)
+            new, ahead = soon, tl.where(c + 1 < done, R, 0)
+            soon = tl.load(ranked + (best + R), w < ahead, -1)  # early: the wait for it is the longest of a step
             larger = tl.sum((key[None, :] > key[:, None]).to(tl.int32), 1)
             larger += tl.sum((new[None, :] > key[:, None]).to(tl.int32), 1)
             stays = (key >= 0) & (larger < W)
@@ -149,10 +151,11 @@ def choose(
             free = (w < W) & ~stays
             nth = tl.cumsum(free.to(tl.int32), 0) - 1
             takes = free & (nth < n_enter)
-            new = tl.load(ranked + (best + nth), takes, -1)
+            new = tl.load(ranked + (best - w + nth), takes, -1)
             key = tl.where(stays, key, new)
             row_new = _row(_position(new, select) - start, offset, length, W, C)
             row = tl.where(stays, row, tl.where(takes, row_new, -1))
+            best += R
         if done < N:
             tl.store(idx + (bh * N + done) * W + w, row.to(tl.int32), w < W)
         here, empty = key >= 0, (key < 0) & (w < W)
