@@ -133,24 +133,24 @@ class _Solve(torch.autograd.Function):
         dalpha = torch.zeros_like(alpha) if dalpha is None else rows_contiguous(dalpha)
         weighted = None if norm is None else _scratch(u, *alpha.shape, dtype=alpha.dtype)
         y = _walk(call, A, u, dalpha, alpha, norm, weighted)
-        du, N_0 = _reads(u, alpha, y if weighted is None else weighted, dtotal, call.cu_seqlens)
-        return du, y, (N_0 + N_0.mT) * -0.5 if ctx.needs_input_grad[2] else None, None, None
+        du, dM = _reads(u, alpha, y if weighted is None else weighted, dtotal, call.cu_seqlens)
+        return du, y, (dM + dM.mT) / 2 if ctx.needs_input_grad[2] else None, None, None
 
 
 def _reads(
     u: Tensor, alpha: Tensor, y: Tensor, dtotal: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """du, and the sum of alpha_t y_t^T over all tokens of each sequence (N, H, K, K).
+    """du, and minus the sum of alpha_t y_t^T over all tokens of each sequence (N, H, K, K).
 
-    du_i = -sum_{t >= i} [ y_t (alpha_t . u_i) + alpha_t (y_t . u_i) ] is minus the gradients of keys and of values of a
-    linear attention whose keys and values are u, whose queries are alpha, and y the gradient of its output.
+    du_i = -sum_{t >= i} [ y_t (alpha_t . u_i) + alpha_t (y_t . u_i) ] is what keys and values get as gradients in a
+    linear attention of scale -1, whose keys and values are u, whose queries are alpha, and y that of its output.
     """
     call = prepare(alpha, u, u, None, cu_seqlens)
     dk, dv = (_scratch(u, *u.shape, dtype=u.dtype) for _ in range(2))
     total = _scratch(u, call.n_sequences, *u.shape[2:], u.shape[3])
-    ends = ends_of(call, y, None, None, None, 1.0, normalize=False)
-    walk_back(call, y, None, Starts(None, None, None), ends, Gradients(None, dk, dv, None, total, None))
-    du = torch.add(dk, dv).neg_()
+    ends = ends_of(call, y, None, None, None, -1.0, normalize=False)
+    walk_back(call, y, None, Starts(None, None, None), ends, Gradients(None, dk, dv, None, total, None), -1.0)
+    du = dk.add_(dv)
     if dtotal is not None:  # each token reads it alike, as a state to which nothing is added
         nothing = torch.zeros_like(u[:1, :1, :1]).expand_as(u)
         du += attend(u, nothing, nothing, None, (dtotal + dtotal.mT, None), 1.0, False, cu_seqlens)[0]

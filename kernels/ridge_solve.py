@@ -13,6 +13,8 @@ is a prefix sum, so chunks do not wait for each other. With U, X (C, K) of one c
 because the first t rows of R belong to the first t tokens. At every eighth border M is inverted afresh, from sums in
 fp64 (16384 nearly equal u of 32 in fp32: alpha off by 7e-6, not 2e-5); the seven borders between follow from it.
 
+On a card the law itself runs, in many stretches at once (`_ridge_solve_triton.py`).
+
 Backward: y_t = M_t^-1 dalpha_t is the same solve; then dx = y, dlam = -sum_t y_t alpha_t, and with
 N_i = sum_{t >= i} (y_t alpha_t^T + alpha_t y_t^T), two linear attentions in reversed time, du_i = -N_i u_i.
 
