@@ -15,6 +15,7 @@ import pandas as pd
 
 from dashboards.compare import Comparison, bounds_of
 from dashboards.forest import forests
+from dashboards.heat import heat, is_map
 from dashboards.labels import Labels, is_number, nearly
 from dashboards.style import BYTES_LABEL, COLOURS, GREY, SHAPES, Chart, Figure
 from dashboards.table import Results, chance
@@ -38,7 +39,7 @@ LABELS = ("family", "series", "size", "condition")
 def draw(plan: Plan, results: Results, comparisons: Sequence[Comparison], provenance: str) -> list[Figure]:
     """Every figure of the sweep that has something to show; `provenance` ends each caption."""
     painter = Painter(plan, results, provenance)
-    found = [painter.state(), painter.load(), *forests(comparisons, provenance), *painter.learning()]
+    found = [painter.state(), painter.map() or painter.load(), *forests(comparisons, provenance), *painter.learning()]
     return [figure for figure in found if figure is not None]
 
 
@@ -79,13 +80,26 @@ class Painter:
             self._width(data),
         )
 
-    def load(self) -> Figure | None:
-        """The score against the load (pairs, else length, else another task number); panels for what else varies."""
+    def _scores(self) -> pd.DataFrame | None:
+        """The main metric as `value`, a row an evaluation of the main set, with who was evaluated."""
         data = self.results.scores
         if self.metric not in data:
             return None
         data = data[(data["set"] == self.set) & data[self.metric].notna()]
-        data = data.merge(self.who, on=["trial", "arm"]).rename(columns={self.metric: "value"})
+        return data.merge(self.who, on=["trial", "arm"]).rename(columns={self.metric: "value"})
+
+    def map(self) -> Figure | None:
+        """The score by depth and length, where evaluations vary both."""
+        data = self._scores()
+        if data is None or not is_map(data):
+            return None
+        return heat(data, title(self.column), self.bounds, self._tail(False))
+
+    def load(self) -> Figure | None:
+        """The score against the load (pairs, else length, else another task number); panels for what else varies."""
+        data = self._scores()
+        if data is None:
+            return None
         loads = sorted((c for c in map(str, data.columns) if _is_load(c, data)), key=_load_rank)
         if not loads:
             return None
