@@ -11,7 +11,7 @@ from dashboards.labels import nearly
 from dashboards.style import Figure
 
 DEPTH, LENGTH = "eval.depth", "eval.seq_len"
-MAX_PANELS = 12
+MAX_PANELS = 24
 CELL = 34
 """Width and height of a cell, in pixels."""
 

@@ -49,4 +49,4 @@ def test_no_map_without_depths_and_lengths_or_of_too_many_models() -> None:
     assert is_map(data)
     assert not is_map(data[data["eval.depth"] == 0])
     assert not is_map(data.drop(columns="eval.depth"))
-    assert heat(scores(13), "map exact", [0, 1], "") is None
+    assert heat(scores(25), "map exact", [0, 1], "") is None
