@@ -75,8 +75,11 @@ def _halves(g, size: tl.constexpr, C: tl.constexpr, reverse: tl.constexpr, prec:
     """
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     in_later = (i // size) % 2 == 1
-    own = (i // size == j // size) & tl.where(in_later, j <= i, j > i)
-    passed = tl.dot(tl.where(own, 1.0, 0.0), factor(g, tl.float32, prec), input_precision=prec)
+    if size == 1:
+        passed = tl.where(in_later, g, 0.0)
+    else:
+        own = (i // size == j // size) & tl.where(in_later, j <= i, j > i)
+        passed = tl.dot(tl.where(own, 1.0, 0.0), factor(g, tl.float32, prec), input_precision=prec)
     pair = i // (2 * size) == j // (2 * size)
     meet = pair & (i // size < j // size) if reverse else pair & (i // size > j // size)
     return meet, tl.exp(passed)

@@ -123,11 +123,13 @@ def _walk(
     first, count, length, w0, scale, start_scale, end_scale, ends,
     D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, C: tl.constexpr,
     decay: tl.constexpr, norm: tl.constexpr, gate: tl.constexpr, reverse: tl.constexpr,
-    has_start: tl.constexpr, keeps: tl.constexpr, product: tl.constexpr, prec: tl.constexpr,
+    has_start: tl.constexpr, keeps: tl.constexpr, more: tl.constexpr, product: tl.constexpr, prec: tl.constexpr,
 ):  # fmt: skip
     """One segment of one head for the channels w0 .. w0 + BW of `v`. Pointers stand at the head's first token.
 
-    `ends` (with `keeps` "S" or "z"): this is the last segment in order, which stores the final state.
+    `more` "add": adds to what `out` and `dg` hold; "gate": that, and `out` is the gradient of 1 - e^g, which goes into
+    dg and is not kept. `ends` (with `keeps` "S" or "z"): this is the last segment in order, which stores the final
+    state.
     """
     exact: tl.constexpr = product == tl.float32
     r, d, w = tl.arange(0, C), tl.arange(0, BD), w0 + tl.arange(0, BW)
@@ -224,8 +226,6 @@ def _walk(
                 written = p_i * before
                 slope = tl.cumsum(near, 0, reverse=True) + tl.cumsum(written, 0) - written
                 slope += (far * kept * scale)[None, :]
-                g_i = load_rows(g, t, g_t, live, w, W, W % BW == 0).to(tl.float32)
-                store_rows(dg, t, sums_t, live, w, W, W % BW == 0, tl.where(g_i < G_MIN, 0.0, slope))
             inside += before
         if norm == "out":
             den = tl.sum(P, 1)
@@ -238,7 +238,18 @@ def _walk(
             inside = inside / tl.where(den < 1e-6, 1e-6, den)[:, None]
             if w0 == 0:
                 tl.store(side + t * side_t, den, mask=live)
-        store_rows(out, t, out_t, live, w, W, W % BW == 0, inside * scale)
+        made = inside * scale
+        if more != "none":
+            made += load_rows(out, t, out_t, live, w, W, W % BW == 0)
+        if gate == "finish" and decay == "value":
+            g_i = load_rows(g, t, g_t, live, w, W, W % BW == 0).to(tl.float32)
+            if more != "none":
+                slope += load_rows(dg, t, sums_t, live, w, W, W % BW == 0)
+            if more == "gate":
+                slope -= tl.exp(g_i) * made
+            store_rows(dg, t, sums_t, live, w, W, W % BW == 0, tl.where(g_i < G_MIN, 0.0, slope))
+        if out is not None and more != "gate":
+            store_rows(out, t, out_t, live, w, W, W % BW == 0, made)
         S, z = _absorb(S, z, k_i, v_i, side_i, write, kept, decay, norm, product, prec)
     if ends:
         if keeps == "S" or keeps == "Sz":
@@ -295,7 +306,7 @@ def _forward_kernel(
         S_start, z_start, V, 1, S_end + head * (K * V), z_end, None, 0, None, 0, None, None, 0,
         None, first, count, length, tile * BV, scale, 1.0, 1.0, s == n_segments - 1,
         K, V, BK, BV, C, decay, "out" if normalize else "none", "none", False,
-        has_start, "Sz" if normalize else "S", product, prec,
+        has_start, "Sz" if normalize else "S", "none", product, prec,
     )  # fmt: skip
 
 
@@ -307,7 +318,8 @@ def _gradient_kernel(
     T, H, heads_a_k, heads_a_v, n_segments, rows, S_step, z_step, dS_step, dz_step, scale, dS_scale,
     K: tl.constexpr, V: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, decay: tl.constexpr, normalize: tl.constexpr, gate: tl.constexpr, roles: tl.constexpr,
-    has_start: tl.constexpr, has_dS: tl.constexpr, packed: tl.constexpr, product: tl.constexpr, prec: tl.constexpr,
+    has_start: tl.constexpr, has_dS: tl.constexpr, more: tl.constexpr, packed: tl.constexpr,
+    product: tl.constexpr, prec: tl.constexpr,
 ):  # fmt: skip
     """`roles` "all", or "q" and then "kv" where g has a gradient: each program makes a tile of dq, of dk or of dv."""
     k_tiles: tl.constexpr = (K + BK - 1) // BK
@@ -350,11 +362,11 @@ def _gradient_kernel(
     if roles != "kv":
         if job < k_tiles:
             _walk(
-                do, do_t, v, v_t, k, k_t, g, g_t, dden, H, dq + row * K, H * K,
+                do, do_t, v, v_t, k, k_t, g, g_t, dden, H, None if dq is None else dq + row * K, H * K,
                 S_start, z_start, 1, V, None, None, q, q_t, product_sums, sums_t, chunk_states, chunk_z, H,
                 None, first, count, length, job * BK, scale, 1.0, 1.0, False,
                 V, K, PV, BK, C, of_k, "row" if normalize else "none", "record" if gate else "none", False,
-                has_start, "none", product, prec,
+                has_start, "none", "none", product, prec,
             )  # fmt: skip
         job -= k_tiles
     if roles != "q":
@@ -364,7 +376,7 @@ def _gradient_kernel(
                 dS_start, dz_start, 1, V, None, dz_end, k, k_t, product_sums, sums_t, chunk_states, chunk_z, H,
                 dg, first, count, length, job * BK, scale, dS_scale, scale, s == 0,
                 V, K, PV, BK, C, of_k, "column" if normalize else "none", "finish" if gate else "none", True,
-                has_dS, "z" if normalize else "none", product, prec,
+                has_dS, "z" if normalize else "none", more, product, prec,
             )  # fmt: skip
         if job >= k_tiles:
             _walk(
@@ -372,5 +384,5 @@ def _gradient_kernel(
                 dS_start, None, V, 1, dS_end + head * (K * V), None, None, 0, None, 0, None, None, 0,
                 None, first, count, length, (job - k_tiles) * BV, scale, dS_scale, scale, s == 0,
                 K, V, PK, BV, C, decay, "none", "none", True,
-                has_dS, "S", product, prec,
+                has_dS, "S", "none", product, prec,
             )  # fmt: skip

@@ -213,8 +213,12 @@ def walk_back(
     out: Gradients,
     scale: float = 1.0,
     normalize: bool = False,
+    more: str = "none",
 ) -> None:
-    """Writes `out`. do lies as v does; `starts` as in the forward pass, `ends` of `ends_of`."""
+    """Writes `out`. do lies as v does; `starts` as in the forward pass, `ends` of `ends_of`.
+
+    `more` "add": adds to `out.k` and `out.g`; "gate": that, and k is 1 - e^g, whose gradient goes into `out.g` alone.
+    """
     (B, T, _, V), H, K = call.v.shape, call.n_heads, call.q.shape[-1]
     gate = out.g is not None
     scratch = _decay_scratch(call, normalize) if gate else (None, None, None)
@@ -224,10 +228,9 @@ def walk_back(
         roles = {"q": tiles_k, **roles}
     elif out.q is not None:
         roles = {"all": 2 * tiles_k + tiles_v}
-    dq = out.q if out.q is not None or out.g is None else torch.empty_like(out.g)
     for role, n_tiles in roles.items():
         args = (
-            call.q, call.k, call.v, call.g, do, dden, dq, out.k, out.v, out.g,
+            call.q, call.k, call.v, call.g, do, dden, out.q, out.k, out.v, out.g,
             *starts.places(K * V), *ends.places(K * V), out.S, out.z, *scratch, call.cu_seqlens,
             *call.strides, *do.stride()[:3], T, H, H // call.q.shape[2], call.heads_a_v, call.n_segments, B * T * H,
             *starts.steps(K, V), *ends.steps(K, V), scale, 1.0 if ends.states is not None else 1 / scale,
@@ -235,7 +238,7 @@ def walk_back(
         call.launch(
             _gradient_kernel, n_tiles, call.n_segments, args,
             PK=padded(K), PV=padded(V), BK=call.tiles.BK, normalize=normalize, gate=gate, roles=role,
-            has_start=starts.given, has_dS=ends.given,
+            has_start=starts.given, has_dS=ends.given, more="none" if role == "q" else more,
         )  # fmt: skip
 
 

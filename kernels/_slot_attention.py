@@ -7,7 +7,8 @@ the place of the output's gradient. So
     x = keys.dx(q)    p = softmax(scale x)    o = values.o
     dp, dw, dv = values.backward(do)    dx = scale p (dp - p.dp)    dq = keys.o    dw, dk = keys.backward(q)
 
-Forward 5 launches, backward 9; 2 more for each half where sequences are cut into segments. Letters: M slots.
+and what the two halves say of f and s is added up in place. Forward 3 launches, backward 6, and one each where s is
+1 - e^f; 2 more a half where sequences are cut into segments. Letters: M slots.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from torch.autograd.function import once_differentiable
 from kernels._launch import launch, padded, rows_contiguous
 from kernels._linear_walks import Call, Gradients, Starts, ends_of, prepare, segment_starts, single, walk, walk_back
 from kernels._slot_attention_triton import (
-    _gate_kernel,
     _logits_kernel,
     _softmax_gradient_kernel,
     _softmax_kernel,
@@ -174,25 +174,15 @@ class _Attend(torch.autograd.Function):
         by_head = q.dtype if Hk == H else torch.float32
         dq = walk(keys, Starts(*starts[:3]), 1.0, False, by_head).o
         dk = v.new_empty(B, T, H, K, dtype=by_head)
-        of_keys = Gradients(None, by_slot(), dk, by_slot() if gate else None, single(v, N, H, M, K), None)
+        of_keys = Gradients(None, of_values.k, dk, of_values.g, single(v, N, H, M, K), None)
         q = rows_contiguous(q)
-        walk_back(keys, q, None, Starts(*starts[:3]), ends_of(keys, q, None, dK, None, 1.0, False), of_keys)
+        ends = ends_of(keys, q, None, dK, None, 1.0, False)
+        more = "gate" if s is None and gate else "add"
+        walk_back(keys, q, None, Starts(*starts[:3]), ends, of_keys, more=more)
         if Hk != H:
             dq, dk = (x.unflatten(2, (Hk, H // Hk)).sum(3).to(q.dtype) for x in (dq, dk))
-        df, ds = _of_gates(f, s, of_values, of_keys)
-        starts_given = (of_keys.S, of_values.S) if ctx.has_start else (None, None)
-        return dq, dk, dv, df, ds, *starts_given, None, None, None
-
-
-def _of_gates(f: Tensor, s: Tensor | None, values: Gradients, keys: Gradients) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of f and s, each the sum of the two halves'. Writes over theirs."""
-    df = values.g
-    if s is not None:
-        return df if df is None or keys.g is None else df.add_(keys.g), values.k.add_(keys.k)
-    if df is not None:
-        B, T, H, _ = f.shape
-        _by_row(_gate_kernel, df, (f, df, keys.g, values.k, keys.k, *f.stride()[:3], T, H, B * T * H))
-    return df, None
+        states = (of_keys.S, of_values.S) if ctx.has_start else (None, None)
+        return dq, dk, dv, of_values.g, None if s is None else of_values.k, *states, None, None, None
 
 
 def attend(

@@ -40,7 +40,7 @@ def _logits_kernel(
         S_start, None, 1, V, S_end + head * (K * V), None, None, 0, None, 0, None, None, 0,
         None, first, count, length, tile * BK, 1.0, 1.0, 1.0, segment == n_segments - 1,
         V, K, PV, BK, C, "value", "none", "none", False,
-        has_start, "S", product, prec,
+        has_start, "S", "none", product, prec,
     )  # fmt: skip
 
 
@@ -69,23 +69,6 @@ def _write_kernel(
     x = tl.load(f + (b * f_b + t * f_t + h * f_h)[:, None] + m[None, :], mask=mask, other=0.0).to(tl.float32)
     x = -_expm1(tl.where(x < G_MIN, G_MIN, x))
     tl.store(s + r[:, None] * M + m[None, :], x.to(s.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["T", "n_rows", "f_b", "f_t", "f_h"])
-def _gate_kernel(
-    f, dg, more_dg, ds, more_ds, f_b, f_t, f_h, T, H, n_rows,
-    M: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Adds to dg what else reaches f where s is 1 - e^f: the keys' and the values' part, and both through s."""
-    r, live, b, t, h = _rows(H, T, n_rows, ROWS)
-    m = tl.arange(0, BLOCK)
-    mask = live[:, None] & (m < M)[None, :]
-    at = r[:, None] * M + m[None, :]
-    x = tl.load(f + (b * f_b + t * f_t + h * f_h)[:, None] + m[None, :], mask=mask, other=0.0).to(tl.float32)
-    through_s = tl.load(ds + at, mask=mask, other=0.0) + tl.load(more_ds + at, mask=mask, other=0.0)
-    given = tl.load(dg + at, mask=mask, other=0.0) + tl.load(more_dg + at, mask=mask, other=0.0)
-    given -= tl.exp(tl.where(x < G_MIN, float("-inf"), x)) * through_s
-    tl.store(dg + at, given, mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "n_rows"])
