@@ -67,19 +67,33 @@ def decays(
 
 
 @triton.jit
-def _halves(g, size: tl.constexpr, C: tl.constexpr, reverse: tl.constexpr, prec: tl.constexpr):
+def _sums(which, g, product: tl.constexpr, prec: tl.constexpr):
+    """Sums (C, D) of the g of those tokens that `which` (C, C) has 1 for. In bf16 of 16 bits of g, in two parts."""
+    if product == tl.bfloat16:
+        high = g.to(tl.bfloat16)
+        low = (g - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(which.to(tl.bfloat16), low, acc=tl.dot(which.to(tl.bfloat16), high))
+    else:
+        return tl.dot(which, factor(g, tl.float32, prec), input_precision=prec)
+
+
+@triton.jit
+def _halves(
+    g, live, size: tl.constexpr, C: tl.constexpr, reverse: tl.constexpr, product: tl.constexpr, prec: tl.constexpr
+):
     """Of pairs of neighbouring halves of `size` tokens: which pairs of tokens (C, C) meet through the border between
     two, and what each (C, D) keeps on its own side of it. g: log-decays.
 
-    Sums of g itself, not differences of sums: nothing cancels, and where no g is positive no exponent is.
+    Sums of g itself, not differences of sums: nothing cancels, and where no g is positive no exponent is. `live` takes
+    out zeros alone, but without it the compiler makes all masks before the walk, and has no registers left for it.
     """
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     in_later = (i // size) % 2 == 1
     if size == 1:
         passed = tl.where(in_later, g, 0.0)
     else:
-        own = (i // size == j // size) & tl.where(in_later, j <= i, j > i)
-        passed = tl.dot(tl.where(own, 1.0, 0.0), factor(g, tl.float32, prec), input_precision=prec)
+        own = (i // size == j // size) & tl.where(in_later, j <= i, j > i) & live[None, :]
+        passed = _sums(tl.where(own, 1.0, 0.0), g, product, prec)
     pair = i // (2 * size) == j // (2 * size)
     meet = pair & (i // size < j // size) if reverse else pair & (i // size > j // size)
     return meet, tl.exp(passed)
@@ -87,7 +101,7 @@ def _halves(g, size: tl.constexpr, C: tl.constexpr, reverse: tl.constexpr, prec:
 
 @triton.jit
 def channel_scores(
-    q, k, g, C: tl.constexpr, reverse: tl.constexpr, product: tl.constexpr, prec: tl.constexpr
+    q, k, g, live, C: tl.constexpr, reverse: tl.constexpr, product: tl.constexpr, prec: tl.constexpr
 ):  # fmt: skip
     """P (C, C), where each channel of `k` decays by itself.
 
@@ -96,10 +110,11 @@ def channel_scores(
     """
     r = tl.arange(0, C)
     q, k = q.to(tl.float32), k.to(tl.float32)
-    P = tl.where(r[:, None] == r[None, :], tl.sum(q * k, 1)[:, None], 0.0)
+    P = tl.dot(factor(q, product, prec), tl.trans(factor(k, product, prec)), input_precision=prec)
+    P = tl.where(r[:, None] == r[None, :], P, 0.0)
     levels: tl.constexpr = 4 if C == 16 else 5 if C == 32 else 6
     for level in tl.static_range(levels):
-        meet, kept = _halves(g, 1 << level, C, reverse, prec)
+        meet, kept = _halves(g, live, 1 << level, C, reverse, product, prec)
         x = tl.dot(factor(q * kept, product, prec), tl.trans(factor(k * kept, product, prec)), input_precision=prec)
         P += tl.where(meet, x, 0.0)
     return P
@@ -107,15 +122,15 @@ def channel_scores(
 
 @triton.jit
 def channel_product(
-    P, v, g, C: tl.constexpr, reverse: tl.constexpr, product: tl.constexpr, prec: tl.constexpr
+    P, v, g, live, C: tl.constexpr, reverse: tl.constexpr, product: tl.constexpr, prec: tl.constexpr
 ):  # fmt: skip
-    """P V (C, BW), where each channel of `v` decays by itself: in halves, as `_channel_scores`."""
+    """P V (C, BW), where each channel of `v` decays by itself: in halves, as `channel_scores`."""
     r = tl.arange(0, C)
     v = v.to(tl.float32)
     out = tl.sum(tl.where(r[:, None] == r[None, :], P, 0.0), 1)[:, None] * v
     levels: tl.constexpr = 4 if C == 16 else 5 if C == 32 else 6
     for level in tl.static_range(levels):
-        meet, kept = _halves(g, 1 << level, C, reverse, prec)
+        meet, kept = _halves(g, live, 1 << level, C, reverse, product, prec)
         x = factor(tl.where(meet, P, 0.0), product, prec)
         out += kept * tl.dot(x, factor(v * kept, product, prec), input_precision=prec)
     return out

@@ -161,7 +161,7 @@ def _walk(
             side_i = tl.load(side + t * side_t, mask=live, other=0.0)
         # The scores
         if decay == "key":
-            P = channel_scores(q_i, k_i, G, C, reverse, product, prec)
+            P = channel_scores(q_i, k_i, G, live, C, reverse, product, prec)
         else:
             P = tl.dot(q_i, tl.trans(k_i), input_precision=prec)
             if norm == "row":
@@ -191,7 +191,7 @@ def _walk(
             before *= read
         inside = tl.zeros([C, BW], tl.float32) if gate == "finish" else before
         if decay == "value":
-            inside += channel_product(P, v_i, G, C, reverse, product, prec)
+            inside += channel_product(P, v_i, G, live, C, reverse, product, prec)
         else:
             inside = tl.dot(factor(P, product, prec), v_i, acc=inside, input_precision=prec)
         if gate == "record":

@@ -118,7 +118,7 @@ def draw(case: Case, dtype: torch.dtype, seed: int) -> dict[str, Any]:
     T, M, K, V, options, _ = case
     generator = torch.Generator().manual_seed(seed)
     packed = "packed" in options
-    B, H = (1 if packed or T > 16 else 2), (2 if "grouped" in options or CARD else 1)
+    B, H = (1 if packed or T > 16 or "grouped" in options else 2), (2 if "grouped" in options or CARD else 1)
     ends = torch.tensor((0, *LENGTHS, T - sum(LENGTHS), 0)).cumsum(0) if packed else None
     N = B if ends is None else len(ends) - 1
 
