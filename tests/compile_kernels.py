@@ -229,9 +229,9 @@ def run_log_linear_attention(
 
 
 def run_slot_attention(
-    M: int, K: int, V: int, dtype: str, apart: bool = False, masked: bool = False, segments: int = 1
+    M: int, K: int, V: int, dtype: str, apart: bool = False, masked: bool = False, segments: int = 1, T: int = 100
 ) -> None:
-    B, T, H, Hk = 1, 100, 2, 1
+    B, H, Hk = 1, 2, 1
     _linear_walks.n_segments = lambda *_: segments
     q, k, v = draw(dtype, B, T, Hk, K), draw(dtype, B, T, Hk, K), draw(dtype, B, T, H, V)
     f, s = (draw("float32", B, T, H, M) for _ in range(2))
