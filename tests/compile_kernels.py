@@ -229,7 +229,15 @@ def run_log_linear_attention(
 
 
 def run_slot_attention(
-    M: int, K: int, V: int, dtype: str, apart: bool = False, masked: bool = False, segments: int = 1, T: int = 100
+    M: int,
+    K: int,
+    V: int,
+    dtype: str,
+    apart: bool = False,
+    masked: bool = False,
+    segments: int = 1,
+    T: int = 100,
+    backward: bool = True,
 ) -> None:
     B, H, Hk = 1, 2, 1
     _linear_walks.n_segments = lambda *_: segments
@@ -238,7 +246,8 @@ def run_slot_attention(
     o, (keys, values) = slot_attention.slot_attention(
         q, k, v, f, s if apart else None, scale=0.5, mask_empty=masked, impl="triton"
     )
-    (o.sum() + keys.sum() + values.sum()).backward()
+    if backward:
+        (o.sum() + keys.sum() + values.sum()).backward()
 
 
 if __name__ == "__main__":

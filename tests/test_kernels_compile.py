@@ -30,7 +30,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"K": 33, "V": 16, "dtype": "float32", "gated": False, "apart": True},
     ],
     "log_linear_attention": [{"K": 16, "V": 16, "dtype": "float16", "beta": True, "T": 40, "C": 16}],
-    "slot_attention": [{"M": 16, "K": 16, "V": 16, "dtype": "float16", "T": 16}],
+    "slot_attention": [{"M": 16, "K": 16, "V": 16, "dtype": "float16", "T": 16, "backward": False}],
     "cache_attention": [
         {"K": 64, "V": 64, "dtype": "bfloat16", "width": 16, "block": 32},
     ],
@@ -67,6 +67,7 @@ WIDE: dict[str, list[dict[str, Any]]] = {
         {"K": 128, "V": 256, "dtype": "float32"},
     ],
     "slot_attention": [
+        {"M": 16, "K": 16, "V": 16, "dtype": "float32"},
         {"M": 64, "K": 64, "V": 64, "dtype": "bfloat16"},
         {"M": 64, "K": 64, "V": 64, "dtype": "float32", "apart": True, "segments": 2},
         {"M": 64, "K": 128, "V": 128, "dtype": "bfloat16", "masked": True},
