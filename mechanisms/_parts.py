@@ -194,22 +194,23 @@ class WriteGate(nn.Module):
 class _UnitNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        inverse = torch.linalg.vecdot(x, x).add_(eps).rsqrt_().unsqueeze(-1)
-        y = x * inverse
-        ctx.save_for_backward(y, inverse)
-        return y
+        wide = x.to(accumulator(x))
+        inverse = torch.linalg.vecdot(wide, wide).add_(eps).rsqrt_().unsqueeze(-1)
+        ctx.save_for_backward(x, inverse)
+        return (wide * inverse).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (dy,) = grads
-        y, inverse = ctx.saved_tensors
-        return (dy - y * torch.linalg.vecdot(dy, y).unsqueeze(-1)).mul_(inverse), None
+        x, inverse = ctx.saved_tensors
+        y, dy = x * inverse, grads[0].to(inverse.dtype)
+        return (dy - y * torch.linalg.vecdot(dy, y).unsqueeze(-1)).mul_(inverse).to(x.dtype), None
 
 
 def unit_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(|x|^2 + eps) along the last dimension, in fp32 or better. A zero vector stays zero."""
+    """x / sqrt(|x|^2 + eps) along the last dimension, computed in fp32 or better and returned as x is: an op whose keys
+    were wider than its values would run in the wider of the two. A zero vector stays zero."""
     with torch.autocast(x.device.type, enabled=False):
-        return _UnitNorm.apply(x.to(accumulator(x)), eps)
+        return _UnitNorm.apply(x, eps)
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -149,7 +149,7 @@ class Mixer(Base):
 
     def _normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.kernel == "modulated_dot":
-            return unit_norm(q, 1.0), unit_norm(k, 1.0)
+            return unit_norm(q.to(accumulator(q)), 1.0), unit_norm(k.to(accumulator(k)), 1.0)
         if self.q_norm is not None and self.k_norm is not None:
             return self.q_norm(q), self.k_norm(k)
         return q.to(accumulator(q)), k.to(accumulator(k))

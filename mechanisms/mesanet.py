@@ -89,7 +89,8 @@ class Mixer(Base):
             qk = F.silu(qk)
         else:
             qk, carried["conv"] = self.conv(qk, state["conv"] if state else None)
-        q, k = unit_norm(qk.unflatten(-1, (2, self.shape.n_heads, -1))).unbind(2)
+        qk = qk.to(accumulator(qk)).unflatten(-1, (2, self.shape.n_heads, -1))
+        q, k = unit_norm(qk).unbind(2)
         return q, k, carried
 
     def _gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:

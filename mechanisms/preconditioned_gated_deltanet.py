@@ -95,7 +95,7 @@ class Mixer(Base):
         A_BTHK, end = linear_attention(
             torch.ones_like(weight),
             weight,
-            k_BTHK.square(),
+            k_BTHK.to(weight.dtype).square(),
             self.curvature_decay(x_BTD),
             initial_state=state["A"] if state else None,
             impl=self.shape.impl,
@@ -103,4 +103,5 @@ class Mixer(Base):
         assert isinstance(end, Tensor)  # the pair comes with a normaliser alone
         with torch.autocast(x_BTD.device.type, enabled=False):
             r = (A_BTHK + SMALLEST).log() - self.center
-            return k_BTHK * torch.exp(r / (1 + r.abs()) * -self.log_squash), end
+            squash = torch.exp(r / (1 + r.abs()) * -self.log_squash)
+            return (k_BTHK * squash).to(k_BTHK.dtype), end

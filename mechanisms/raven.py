@@ -176,8 +176,8 @@ class Mixer(Base):
         if state:
             position_BT = position_BT + state["t"][:, None]
         o, (keys, values) = slot_attention(
-            self.norm_q(q),
-            self.norm_k(k),
+            self.norm_q(q).to(v.dtype),
+            self.norm_k(k).to(v.dtype),
             v,
             self.decay(x_BTD)[..., None] * self.route(x_BTD, position_BT),
             mask_empty=self.mask_empty,

@@ -108,8 +108,9 @@ class Mixer(Base):
     def forward(self, x_BTD: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         q, k_raw, v, carried = self.project(x_BTD, state)
         q, k = (F.elu(x.to(accumulator(x))) + 1 for x in (q, k_raw))
-        key = unit_norm(k, SHORTEST)
+        q, key = q.to(v.dtype), unit_norm(k, SHORTEST)
         write, ends = self._write(k_raw, key, state)
+        key, write = key.to(v.dtype), write.to(v.dtype)
         o, S, _ = delta_rule(
             q,
             write if self.erase == "write" else key,
@@ -148,7 +149,8 @@ class Mixer(Base):
         if self.penalty is None:
             return key, {}
         B, T, H, K = key.shape
-        u = unit_norm(self.penalty(k_raw.flatten(2)).unflatten(2, (H, K))) * K**-0.5
+        u = self.penalty(k_raw.flatten(2)).to(key.dtype).unflatten(2, (H, K))
+        u = unit_norm(u) * K**-0.5
         if not self.nudge:
             start = state["M"] if state else None
             write, M = ridge_solve(u, key, self.lambda0, unit=True, initial_state=start, impl=self.shape.impl)

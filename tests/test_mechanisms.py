@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import importlib
 import inspect
 import typing
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ from sweeps import formula
 
 D_MODEL, HEADS, HEAD_DIM = 12, 2, 6
 LENGTHS = [1, 2, 63, 64, 65, 100]
+FP32_SUMS = ("ela", "mesanet", "preconditioned_gated_deltanet")
+"""Mechanisms whose linear attention sums squares, or for a solve; it rounds products as its values are."""
 SMALL: dict[str, dict[str, int]] = {
     "abc": {"slots": 5},
     "gsa": {"slots": 5},
@@ -230,6 +234,27 @@ def test_gradients_are_finite_and_reach_every_parameter(name: str, settings: dic
     assert all(x.isfinite().all() for x in found.values())
     dead = [k for k, x in found.items() if not (x != 0).any()]
     assert not dead
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_ops_run_in_the_precision_of_the_activations(
+    name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One input that is wider would take a kernel to fp32, where it is ten times slower. Solves are in fp32 anyway, and
+    sums of squared keys."""
+    module, seen = importlib.import_module(f"mechanisms.{name}"), set()
+
+    def told(op: Any, *given: Any, **options: Any) -> Any:
+        seen.update(x.dtype for x in given[:3] if x is not None)
+        return op(*given, **options)
+
+    for op in ("delta_rule", "slot_attention", "cache_attention", "log_linear_attention", "kda", "linear_attention"):
+        if hasattr(module, op) and not (op == "linear_attention" and name in FP32_SUMS):
+            monkeypatch.setattr(module, op, functools.partial(told, getattr(module, op)))
+    mixer = build(name, settings).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixer(tokens(17).float())
+    assert seen <= {torch.bfloat16}
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
