@@ -189,7 +189,8 @@ def log_linear_attention(
     beta (B, T, H): the delta rule's, None: nothing is erased. Sequences are not packed here.
 
     On a card by Triton kernels, for keys of at most 128 and calls that do not continue from a state. They keep the
-    whole tree: of each 64 tokens and head 2 K V numbers in fp32, with beta 2 K (V + K), and the backward pass as many again.
+    whole tree: of each 64 tokens and head 2 K V numbers in fp32, with beta 2 K (V + K), and the backward pass as many
+    again.
     """
     B, T, H, V = v.shape
     K, L = q.shape[-1], lam.shape[-1]
