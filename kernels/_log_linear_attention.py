@@ -1,6 +1,7 @@
 """Log-linear attention through Triton: the forward launches and the autograd function. Imported only where Triton is.
 
-In all 3 + log2(T / C) launches, one fewer without beta; the backward pass is `_log_linear_back.py`.
+In all 3 + log2(T / C) launches with beta, where joining blocks takes one a level; the backward pass is
+`_log_linear_back.py`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from kernels import _log_linear_tree_triton as tree
 from kernels._erase_triton import scores
 from kernels._launch import launch, rows_contiguous
 from kernels._log_linear_back import backward
-from kernels._log_linear_call import Blocks, Call, Saved, blocks
+from kernels._log_linear_call import DEPTH, Blocks, Call, Saved, blocks
 
 
 def _summarise(call: Call) -> Saved:
     """Every chunk, then every block."""
     q, k, v, g, beta, size = call.q, call.k, call.v, call.g, call.beta, call.size
     K, V, C = q.shape[-1], v.shape[-1], size.C
-    G, X = call.in_chunks(4, C), call.in_blocks(K, call.width)
+    G, X = call.in_chunks(4, C), call.in_blocks(K, call.width, half=True)
     phi = Ti = P = UW = A = q_in = None
     if beta is None:
         phi = call.in_blocks()
@@ -34,8 +35,12 @@ def _summarise(call: Call) -> Saved:
         UW, A, q_in = (call.in_chunks(C, columns, half=True) for columns in (V + K, C, K))
     args = (k, v, q, beta, g, G, Ti, P, UW, A, q_in, X, phi, *call.heads, *call.strides(q, k, v))
     call.launch(device.leaves, call.n_chunks, args)
-    for level in range(1, call.n_bits):
-        call.join(level, tree.merge, tree.merge_numbers, triton.cdiv(call.width, size.V), (X,), (phi,))
+    if beta is None:
+        for level in range(0, call.n_bits - 1, DEPTH):
+            call.join_numbers(tree.merge_numbers, level, (X, phi))
+    else:
+        for level in range(1, call.n_bits):
+            call.join(tree.merge, level, triton.cdiv(call.width, size.V), (X,))
     return Saved(G, X, phi, Ti, P, UW, A, q_in)
 
 

@@ -139,9 +139,9 @@ def output(
         qT = tl.trans(load(q + i_b * q_b + h // group * q_h, t, q_t, c, end, K))
         k_n = load(k + i_b * k_b + h // group * k_h, t, k_t, c, end, K)
         ET = tl.dot(k_n, qT, input_precision=PREC) * _decaysT(G, i, C)
-        qT = qT.to(tl.float32) * tl.load(G + i)[None, :]
+        left = tl.load(G + i)  # of what was before the chunk
     else:
-        qT = tl.trans(tile(q_in + index * C * K, i, c, K)).to(tl.float32)
+        qT = tl.trans(tile(q_in + index * C * K, i, c, K))
         beta_n = tl.load(beta + heads, t < end, 0.0)
         ET = tl.trans(tile(A + index * C * C, i, i, C)).to(tl.float32) * beta_n[:, None]
     apart = i[:, None] ^ i[None, :]
@@ -158,13 +158,14 @@ def output(
             block = X + at * K * width
             lam_l = tl.load(lam + (weights + tl.minimum(bit + LOG_C + 1, L - 1)), t < end, 0.0)
             inside = (c < K)[:, None] & (j < V)[None, :]
-            H_n = tl.load(block + c[:, None] * width + j[None, :], inside, 0.0).to(dtype)
-            oT += lam_l[None, :] * tl.dot(tl.trans(H_n), qT.to(dtype), input_precision=PREC)
             if beta is None:
-                qT *= tl.load(phi + i_b * (2 * N - 1) * H + h + at)
-            else:
+                lam_l *= left
+                left *= tl.load(phi + i_b * (2 * N - 1) * H + h + at)
+            H_n = tl.load(block + c[:, None] * width + j[None, :], inside, 0.0)
+            oT += lam_l[None, :] * tl.dot(tl.trans(H_n), qT, input_precision=PREC)
+            if beta is not None:
                 inside = (c < K)[:, None] & (c < K)[None, :]
-                Phi = tl.load(block + V + c[:, None] * width + c[None, :], inside, 0.0).to(dtype)
-                qT = tl.dot(tl.trans(Phi), qT.to(dtype), input_precision=PREC)
+                Phi = tl.load(block + V + c[:, None] * width + c[None, :], inside, 0.0)
+                qT = tl.dot(tl.trans(Phi), qT, input_precision=PREC).to(dtype)
         bit += 1
     tl.store(o + heads[None, :] * V + j[:, None], oT * scale, (t < end)[None, :] & (j < V)[:, None])

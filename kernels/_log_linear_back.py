@@ -18,7 +18,7 @@ from kernels import _log_linear_back_triton as device
 from kernels import _log_linear_tree_triton as tree
 from kernels._chunk import G_MIN, decay_tile, repeat_heads
 from kernels._launch import launch
-from kernels._log_linear_call import BITS, PART, Call, Saved
+from kernels._log_linear_call import BITS, DEPTH, PART, Call, Saved
 
 
 class _Back(NamedTuple):
@@ -41,10 +41,13 @@ def backward(call: Call, saved: Saved, do: Tensor, dS: Tensor | None) -> tuple[T
     """dq, dk, dv, dg, dlam, dbeta."""
     back = _read(call, saved, do)
     last = [] if dS is None else _through_end(call, saved, back, dS)
-    columns = triton.cdiv(call.width, call.size.V) + triton.cdiv(call.q.shape[-1], call.size.V)
-    for level in range(call.n_bits - 1, 0, -1):
-        more = (saved.phi, back.merged)
-        call.join(level, tree.spread, tree.spread_numbers, columns, (saved.X, back.dX), more)
+    if call.beta is None:
+        for level in reversed(range(0, call.n_bits - 1, DEPTH)):
+            call.join_numbers(tree.spread_numbers, level, (saved.X, back.dX, saved.phi, back.merged))
+    else:
+        columns = triton.cdiv(call.width, call.size.V) + triton.cdiv(call.q.shape[-1], call.size.V)
+        for level in reversed(range(1, call.n_bits)):
+            call.join(tree.spread, level, columns, (saved.X, back.dX))
     dq, dk, dv, dg = _tokens(call, saved, back, do)
     t = (call.n_chunks - 1) * call.size.C
     for x, added in zip((dk, dv, dg, back.dbeta), last, strict=False):
@@ -73,7 +76,7 @@ def _read(call: Call, saved: Saved, do: Tensor) -> _Back:
     args = (q, do, lam, beta, saved.G, saved.q_in, saved.X, saved.phi, dlam, dq_in, Qs, Ps, reach, crossing, *shape)
     args += call.strides(q, do)
     call.launch(device.reads, call.n_chunks, args, size.back_warps, LOG_C=log_C, BITS=BITS)
-    dX = call.in_blocks(K, call.width)
+    dX = call.in_blocks(K, call.width, half=True)
     _gather(call, (q, do, lam, saved.G, Qs, Ps, reach), dX, shape, call.strides(q, do))
     return _Back(dlam, dbeta, dE, EL, dq_in, dX, merged, crossing)
 
@@ -176,8 +179,8 @@ def _end(call: Call, last: Last, before: list[tuple[Tensor, Tensor]]) -> Tensor:
 def _before(call: Call, saved: Saved) -> list[tuple[Tensor, Tensor]]:
     V, at = call.v.shape[-1], _read_at_end(call).values()
     if saved.phi is None:
-        return [(saved.X[:, i, ..., :V], saved.X[:, i, ..., V:]) for i in at]
-    return [(saved.X[:, i], saved.phi[:, i, :, None, None]) for i in at]
+        return [(saved.X[:, i, ..., :V].float(), saved.X[:, i, ..., V:].float()) for i in at]
+    return [(saved.X[:, i].float(), saved.phi[:, i, :, None, None]) for i in at]
 
 
 def _through_end(call: Call, saved: Saved, back: _Back, dS: Tensor) -> list[Tensor]:

@@ -102,10 +102,10 @@ def reads(
     dtype = do.dtype.element_ty
     tokens = i.to(tl.int64)[None, :] * K + c[:, None]
     if beta is None:
-        qT = tl.trans(load(q + i_b * q_b + h // group * q_h, t, q_t, c, end, K)).to(tl.float32)
-        qT *= tl.load(G + index * 4 * C + i)[None, :]
+        qT = tl.trans(load(q + i_b * q_b + h // group * q_h, t, q_t, c, end, K))
+        Ga = tl.load(G + index * 4 * C + i)
     else:
-        qT = tl.trans(tile(q_in + index * C * K, i, c, K)).to(tl.float32)
+        qT = tl.trans(tile(q_in + index * C * K, i, c, K))
     dqT = tl.zeros([BK, C], tl.float32)
     left = 1.0
     bits = tl.arange(0, BITS)
@@ -119,26 +119,24 @@ def reads(
             lam_l = tl.load(lam + (weights + tl.minimum(bit + LOG_C + 1, L - 1)), t < end, 0.0)
             yT = tl.zeros([BK, C], tl.float32)
             for v0 in tl.static_range(0, V, BV):
-                j = v0 + tl.arange(0, BV)
+                j = v0 + tl.arange(0, BV).to(tl.int64)
                 inside = (c < K)[:, None] & (j < V)[None, :]
-                H_n = tl.load(block + c[:, None] * width + j[None, :], inside, 0.0).to(dtype)
+                H_n = tl.load(block + c[:, None] * width + j[None, :], inside, 0.0)
                 yT += tl.dot(H_n, tl.trans(load(do, t, do_t, j, end, V)), input_precision=PREC)
-            yT *= scale
+            dlam_l = scale * tl.sum(qT.to(tl.float32) * yT, 0)
             if beta is None:
-                yT *= left
-                dqT += lam_l[None, :] * yT
-                dlam_l = tl.sum(qT * yT, 0)
+                dlam_l *= Ga * left
+                dqT += (scale * left * lam_l)[None, :] * yT
                 product = tl.where(bits == bit, left, product)
                 seen = tl.where(bits == bit, tl.sum(lam_l * dlam_l), seen)
                 left *= tl.load(phi + i_b * (2 * N - 1) * H + h + at)
             else:
-                dlam_l = tl.sum(qT * yT, 0)
                 rank = (((n >> (bit + 1)) << bit) + (n - ((n >> bit) << bit))) * H + h
                 slot = ((i_b * n_bits + bit) * (N // 2) * H + rank) * C * K
                 tl.store(Qs + (slot + tokens), qT, (c < K)[:, None])
                 inside = (c < K)[:, None] & (c < K)[None, :]
-                Phi = tl.load(block + V + c[:, None] * width + c[None, :], inside, 0.0).to(dtype)
-                qT = tl.dot(tl.trans(Phi), qT.to(dtype), input_precision=PREC)
+                Phi = tl.load(block + V + c[:, None] * width + c[None, :], inside, 0.0)
+                qT = tl.dot(tl.trans(Phi), qT, input_precision=PREC).to(dtype)
         tl.store(dlam + (levels + LOG_C + 1 + bit), dlam_l, t < end)
     if beta is None:
         tl.store(reach + index * BITS + bits, product)
@@ -155,12 +153,12 @@ def reads(
                 tl.store(Ps + (slot + tokens), dqT, (c < K)[:, None])
                 yT = tl.zeros([BK, C], tl.float32)
                 for v0 in tl.static_range(0, V, BV):
-                    j = v0 + tl.arange(0, BV)
+                    j = v0 + tl.arange(0, BV).to(tl.int64)
                     inside = (c < K)[:, None] & (j < V)[None, :]
-                    H_n = tl.load(block + c[:, None] * width + j[None, :], inside, 0.0).to(dtype)
+                    H_n = tl.load(block + c[:, None] * width + j[None, :], inside, 0.0)
                     yT += tl.dot(H_n, tl.trans(load(do, t, do_t, j, end, V)), input_precision=PREC)
                 inside = (c < K)[:, None] & (c < K)[None, :]
-                Phi = tl.load(block + V + c[:, None] * width + c[None, :], inside, 0.0).to(dtype)
+                Phi = tl.load(block + V + c[:, None] * width + c[None, :], inside, 0.0)
                 through = tl.dot(Phi, dqT.to(dtype), input_precision=PREC)
                 dqT = (scale * lam_l)[None, :] * yT + through
     tl.store(dq_in + (index * C * K + tokens), dqT, (c < K)[:, None])
@@ -194,7 +192,7 @@ def systems(
     dBT = tl.zeros([BK, C], tl.float32)
     for j0 in range(0, width, BV):
         j = j0 + tl.arange(0, BV).to(tl.int64)
-        dX_n = load(dX, c, width, j, K, width).to(dtype)
+        dX_n = load(dX, c, width, j, K, width)
         dBT += tl.dot(dX_n, tl.trans(load(UW, i, width, j, C, width)), input_precision=PREC)
     tl.store(dB + index * C * K + i[None, :] * K + c[:, None], dBT, (c < K)[:, None])
     s = tl.dot(load(k + i_b * k_b + h // group * k_h, t, k_t, c, end, K), dBT.to(dtype), input_precision=PREC)
@@ -265,12 +263,12 @@ def gradients(
         TiT = tl.trans(tile(Ti + square, i, i, C))
     for v0 in tl.static_range(0, V, BV):
         j = v0 + tl.arange(0, BV)
-        dX_n = load(dX, c, width, j, K, V).to(tl.float32)
-        at_end += tl.sum(load(X, c, width, j, K, V).to(tl.float32) * dX_n)
-        r = tail[:, None] * tl.dot(k_n, dX_n.to(dtype), input_precision=PREC)
+        dX_n = load(dX, c, width, j, K, V)
+        at_end += tl.sum(load(X, c, width, j, K, V).to(tl.float32) * dX_n.to(tl.float32))
+        r = tail[:, None] * tl.dot(k_n, dX_n, input_precision=PREC)
         v_n = load(v, t, v_t, j, end, V)
         if beta is None:
-            dbT += tl.dot(v_n, tl.trans(dX_n.to(dtype)), input_precision=PREC)
+            dbT += tl.dot(v_n, tl.trans(dX_n), input_precision=PREC)
         else:
             r = tl.dot(TiT, r.to(dtype), input_precision=PREC)
             dbeta_n += tl.sum(r * v_n.to(tl.float32), 1)
@@ -287,9 +285,9 @@ def gradients(
         base = i_b * (2 * N - 1) * H + h
         at_end += _crosses(merged + base * n_parts, crossing + (i_b * N * H + h) * BITS, n, N, H, n_parts, n_bits, BITS)
     else:
-        dX_n = load(dX + V, c, width, c, K, K).to(tl.float32)
-        at_end += tl.sum(load(X + V, c, width, c, K, K).to(tl.float32) * dX_n)
-        r = tail[:, None] * tl.dot(k_n, dX_n.to(dtype), input_precision=PREC)
+        dX_n = load(dX + V, c, width, c, K, K)
+        at_end += tl.sum(load(X + V, c, width, c, K, K).to(tl.float32) * dX_n.to(tl.float32))
+        r = tail[:, None] * tl.dot(k_n, dX_n, input_precision=PREC)
         r += tl.dot(tl.trans(tile(P + square, i, i, C)), dq_up, input_precision=PREC)
         r = tl.dot(TiT, r.to(dtype), input_precision=PREC)
         N_n = tile(Nk + square, i, i, C)

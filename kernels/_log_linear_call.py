@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels._launch import launch, padded
@@ -17,7 +16,8 @@ BITS = 32
 PART = 1024
 """Numbers of a block that one program joins, where Phi is a number."""
 
-HALF = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+DEPTH = 3
+"""Levels that one program joins, where Phi is a number."""
 
 
 class Blocks(NamedTuple):
@@ -105,9 +105,9 @@ class Call(NamedTuple):
         """For each chunk of each head, (B, N, H, *shape)."""
         return self.empty(len(self.v), self.n_chunks, self.v.shape[2], *shape, half=half)
 
-    def in_blocks(self, *shape: int) -> Tensor:
+    def in_blocks(self, *shape: int, half: bool = False) -> Tensor:
         """For each block of each head, (B, 2 N - 1, H, *shape)."""
-        return self.empty(len(self.v), 2 * self.n_chunks - 1, self.v.shape[2], *shape)
+        return self.empty(len(self.v), 2 * self.n_chunks - 1, self.v.shape[2], *shape, half=half)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -125,19 +125,21 @@ class Call(NamedTuple):
         options = {"num_warps": warps or self.size.warps, "num_stages": 1}
         launch(kernel, len(self.v) * self.v.shape[2] * per_head, args, {**self.constants, **more}, **options)
 
-    def join(
-        self, level: int, matrices: Any, numbers: Any, columns: int, X: tuple[Any, ...], more: tuple[Any, ...]
-    ) -> None:
-        """Over the blocks of 2^level chunks: the kernel `matrices`, or where Phi is a number `numbers`."""
-        (B, _, H, V), K, size = self.v.shape, self.q.shape[-1], self.size
-        n_blocks = B * H * ((self.n_chunks - 1) >> level)
-        place = (self.n_chunks, H, level)
-        if self.beta is None:
-            parts = {"size": K * V, "BLOCK": PART}
-            launch(numbers, n_blocks * triton.cdiv(K * V, PART), (*X, *more, *place), parts, num_warps=4)
-            return
-        tiles = {"K": K, "BK": size.K, "V": V, "BV": size.V, "PREC": size.precision, "HALF": HALF[self.q.dtype]}
-        launch(matrices, n_blocks * columns, (*X, *place), tiles, num_warps=size.warps, num_stages=1)
+    def join(self, kernel: Any, level: int, columns: int, args: tuple[Any, ...]) -> None:
+        """`kernel` over the blocks of 2^level chunks, where Phi is a matrix."""
+        (B, _, H, _), size = self.v.shape, self.size
+        tiles = {name: x for name, x in self.constants.items() if name != "C"}
+        programs = B * H * ((self.n_chunks - 1) >> level) * columns
+        launch(kernel, programs, (*args, self.n_chunks, H, level), tiles, num_warps=size.warps, num_stages=1)
+
+    def join_numbers(self, kernel: Any, level: int, args: tuple[Any, ...]) -> None:
+        """`kernel` over DEPTH levels above that of the blocks of 2^level chunks, where Phi is a number."""
+        (B, _, H, _), numbers = self.v.shape, self.q.shape[-1] * self.v.shape[-1]
+        depth = min(DEPTH, self.n_bits - 1 - level)
+        groups = triton.cdiv((self.n_chunks - 1) >> (level + 1), 1 << (depth - 1))
+        constants = {"size": numbers, "BLOCK": PART, "DEPTH": depth}
+        programs = B * H * groups * triton.cdiv(numbers, PART)
+        launch(kernel, programs, (*args, self.n_chunks, H, level, groups), constants, num_warps=4)
 
 
 class Saved(NamedTuple):

@@ -34,34 +34,55 @@ def _family(pid, N, H, level):
 @triton.jit(do_not_specialize=["level"])
 def merge(
     X, N, H, level,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr, HALF: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """One block of 2^level chunks from its halves, a tile of columns. HALF: the dtype of products."""
+    """One block of 2^level chunks from its halves, a tile of columns."""
     width: tl.constexpr = V + K
     columns: tl.constexpr = (width + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     parent, left, right = _family(pid // columns, N, H, level)
     c = tl.arange(0, BK).to(tl.int64)
     j = pid % columns * BV + tl.arange(0, BV)
-    Phi = load(X + right * K * width + V, c, width, c, K, K).to(HALF)
-    X_l = load(X + left * K * width, c, width, j, K, width).to(HALF)
+    Phi = load(X + right * K * width + V, c, width, c, K, K)
+    X_l = load(X + left * K * width, c, width, j, K, width)
     x = load(X + right * K * width, c, width, j, K, V).to(tl.float32)
     x += tl.dot(Phi, X_l, input_precision=PREC)
     tl.store(X + parent * K * width + c[:, None] * width + j[None, :], x, (c < K)[:, None] & (j < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["level"])
-def merge_numbers(X, phi, N, H, level, size: tl.constexpr, BLOCK: tl.constexpr):
-    """The same where Phi is a number: BLOCK of the `size` numbers of H."""
+@triton.jit
+def _block(bh, i, level, N, H, size):
+    """Where block `i` of 2^level chunks of a head lies, whether it is there, and `size` if it is, else 0."""
+    one = i * 0 + 1
+    at = (bh // H * (2 * N - 1) + (2 * i + 1) * (one << level) - 1) * H + bh % H
+    there = ((i + 1) << level) < N
+    return at, there, size * there.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["level", "groups"])
+def merge_numbers(X, phi, N, H, level, groups, size: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+    """Where Phi is a number: DEPTH levels above the blocks of 2^level chunks, BLOCK of the `size` numbers of H."""
     parts: tl.constexpr = (size + BLOCK - 1) // BLOCK
     pid = tl.program_id(0).to(tl.int64)
-    parent, left, right = _family(pid // parts, N, H, level)
-    at = pid % parts * BLOCK + tl.arange(0, BLOCK)
-    factor = tl.load(phi + right)
-    x = factor * tl.load(X + left * size + at, at < size, 0.0) + tl.load(X + right * size + at, at < size, 0.0)
-    tl.store(X + parent * size + at, x, at < size)
-    if pid % parts == 0:
-        tl.store(phi + parent, factor * tl.load(phi + left))
+    group, bh = (pid // parts) % groups, pid // parts // groups
+    number = pid % parts * BLOCK + tl.arange(0, BLOCK)
+    x, factor = (), ()
+    for s in tl.static_range(1 << DEPTH):
+        at, there, limit = _block(bh, (group << DEPTH) + s, level, N, H, size)
+        x = x + (tl.load(X + at * size + number, number < limit, 0.0).to(tl.float32),)  # noqa: RUF005
+        factor = factor + (tl.load(phi + at, there, 0.0),)  # noqa: RUF005
+    for up in tl.static_range(1, DEPTH + 1):
+        joined, through = (), ()
+        for s in tl.static_range(1 << (DEPTH - up)):
+            at, there, limit = _block(bh, (group << (DEPTH - up)) + s, level + up, N, H, size)
+            y = factor[2 * s + 1] * x[2 * s] + x[2 * s + 1]
+            both = factor[2 * s + 1] * factor[2 * s]
+            tl.store(X + at * size + number, y, number < limit)
+            if pid % parts == 0:
+                tl.store(phi + at, both, there)
+            joined = joined + (y,)  # noqa: RUF005
+            through = through + (both,)  # noqa: RUF005
+        x, factor = joined, through
 
 
 @triton.jit
@@ -154,7 +175,7 @@ def add_up(
 @triton.jit(do_not_specialize=["level"])
 def spread(
     X, dX, N, H, level,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr, HALF: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """From dX of a block of 2^level chunks to its halves: a tile of columns of the left, or of Phi of the right."""
     width: tl.constexpr = V + K
@@ -167,11 +188,11 @@ def spread(
     if column < columns:
         j = column * BV + tl.arange(0, BV)
         dX_n = load(dX + parent * K * width, c, width, j, K, width)
-        Phi = load(X + right * K * width + V, c, width, c, K, K).to(HALF)
+        Phi = load(X + right * K * width + V, c, width, c, K, K)
         at = c[:, None] * width + j[None, :]
         inside = (c < K)[:, None] & (j < width)[None, :]
         x = tl.load(dX + left * K * width + at, inside, 0.0).to(tl.float32)
-        x += tl.dot(tl.trans(Phi), dX_n.to(HALF), input_precision=PREC)
+        x += tl.dot(tl.trans(Phi), dX_n, input_precision=PREC)
         tl.store(dX + left * K * width + at, x, inside)
         tl.store(dX + right * K * width + at, dX_n, (c < K)[:, None] & (j < V)[None, :])
     else:
@@ -179,25 +200,40 @@ def spread(
         x = tl.zeros([BK, BV], tl.float32)
         for w0 in range(0, width, BV):
             w = w0 + tl.arange(0, BV).to(tl.int64)
-            dX_n = load(dX + parent * K * width, c, width, w, K, width).to(HALF)
-            X_l = load(X + left * K * width, row, width, w, K, width).to(HALF)
+            dX_n = load(dX + parent * K * width, c, width, w, K, width)
+            X_l = load(X + left * K * width, row, width, w, K, width)
             x += tl.dot(dX_n, tl.trans(X_l), input_precision=PREC)
         at = V + c[:, None] * width + row[None, :]
         tl.store(dX + right * K * width + at, x, (c < K)[:, None] & (row < K)[None, :])
 
 
-@triton.jit(do_not_specialize=["level"])
-def spread_numbers(X, dX, phi, merged, N, H, level, size: tl.constexpr, BLOCK: tl.constexpr):
-    """The same where Phi is a number; in `merged` a part of <dH, Phi_r H_l>, the gradient of its logarithm."""
+@triton.jit(do_not_specialize=["level", "groups"])
+def spread_numbers(
+    X, dX, phi, merged, N, H, level, groups, size: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr
+):
+    """Where Phi is a number: DEPTH levels, down to the blocks of 2^level chunks. In `merged` a part of <dH, Phi_r H_l>
+    of each joint, the gradient of that number's logarithm."""
     parts: tl.constexpr = (size + BLOCK - 1) // BLOCK
     pid = tl.program_id(0).to(tl.int64)
-    parent, left, right = _family(pid // parts, N, H, level)
-    at = pid % parts * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(dX + parent * size + at, at < size, 0.0)
-    through = tl.load(phi + right) * x
-    tl.store(merged + parent * parts + pid % parts, tl.sum(through * tl.load(X + left * size + at, at < size, 0.0)))
-    tl.store(dX + left * size + at, tl.load(dX + left * size + at, at < size, 0.0) + through, at < size)
-    tl.store(dX + right * size + at, x, at < size)
+    part, group, bh = pid % parts, (pid // parts) % groups, pid // parts // groups
+    number = part * BLOCK + tl.arange(0, BLOCK)
+    at, there, limit = _block(bh, group, level + DEPTH, N, H, size)
+    x = (tl.load(dX + at * size + number, number < limit, 0.0).to(tl.float32),)
+    for down in tl.static_range(DEPTH):
+        lower = ()
+        for s in tl.static_range(1 << down):
+            i = (group << down) + s
+            at, there, limit = _block(bh, i, level + DEPTH - down, N, H, size)
+            left, _, left_limit = _block(bh, 2 * i, level + DEPTH - down - 1, N, H, size)
+            right, _, _ = _block(bh, 2 * i + 1, level + DEPTH - down - 1, N, H, size)
+            through = x[s] * tl.load(phi + right, there, 0.0)
+            H_l = tl.load(X + left * size + number, number < limit, 0.0).to(tl.float32)
+            tl.store(merged + at * parts + part, tl.sum(through * H_l), there)
+            through += tl.load(dX + left * size + number, number < left_limit, 0.0).to(tl.float32)
+            tl.store(dX + left * size + number, through, number < limit)
+            tl.store(dX + right * size + number, x[s], number < limit)
+            lower = lower + (through, x[s])  # noqa: RUF005
+        x = lower
 
 
 @triton.jit
@@ -232,7 +268,7 @@ def end(
             if beta is None:
                 x *= tl.load(phi + at)
             else:
-                Phi = load(X + at * K * width + V, c, width, c, K, K).to(dtype)
+                Phi = load(X + at * K * width + V, c, width, c, K, K)
                 x = tl.dot(Phi, x.to(dtype), input_precision=PREC)
             if bit >= 0:  # noqa: SIM102 (the compiler knows no `and` of what is there when it runs)
                 if tl.minimum(bit + LOG_C + 1, L - 1) == level:

@@ -188,9 +188,8 @@ def log_linear_attention(
     q, k (B, T, Hk, K) with H a multiple of Hk; v (B, T, H, V). g (B, T, H) <= 0, -inf allowed. lam (B, T, H, L) >= 0.
     beta (B, T, H): the delta rule's, None: nothing is erased. Sequences are not packed here.
 
-    On a card by Triton kernels, for keys of at most 128 and calls that do not continue from a state. They keep the
-    whole tree: of each 64 tokens and head 2 K V numbers in fp32, with beta 2 K (V + K), and the backward pass as many
-    again.
+    On a card by Triton kernels, for keys of at most 128 and calls that continue from no state. They keep the whole
+    tree in the dtype of q: of each 64 tokens and head 2 K V numbers, with beta 2 K (V + K); the backward pass as many.
     """
     B, T, H, V = v.shape
     K, L = q.shape[-1], lam.shape[-1]
