@@ -62,10 +62,11 @@ def _forward(call: Call) -> tuple[Tensor, Tensor, Saved]:
     q, k, v, (B, _, H, V), L = call.q, call.k, call.v, call.v.shape, call.lam.shape[-1]
     saved = _summarise(call)
     o, S = call.empty(*v.shape, half=True), call.empty(B, H, L, q.shape[-1], V)
-    columns = triton.cdiv(V, call.size.V)
+    columns = triton.cdiv(V, call.size.V_out)
     args: tuple[Any, ...] = (q, k, v, call.lam, call.beta, saved.G, saved.A, saved.q_in, saved.X, saved.phi, o)
     args += (call.scale, *call.heads, L, *call.strides(q, k, v))
-    call.launch(device.output, call.n_chunks * columns, args, LOG_C=call.log_C)
+    call.launch(device.output, call.n_chunks * columns, args, LOG_C=call.log_C, BV=call.size.V_out)
+    columns = triton.cdiv(V, call.size.V)
     args = (k, v, call.beta, saved.G, saved.Ti, saved.X, saved.phi, S, *call.heads, L, call.n_bits)
     call.launch(tree.end, L * columns, (*args, *call.strides(k, v)), LOG_C=call.log_C)
     return o, S, saved

@@ -34,7 +34,7 @@ class _Back(NamedTuple):
     merged: Tensor | None
     """Parts of <dH, Phi_r H_l> of each block, where Phi is a number."""
     crossing: Tensor | None
-    """For each chunk and bit: the sum of lam dlam of the bits above. Where Phi is a number."""
+    """For each bit and chunk: the sum of lam dlam of the bits above. Where Phi is a number."""
 
 
 def backward(call: Call, saved: Saved, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -64,7 +64,7 @@ def _read(call: Call, saved: Saved, do: Tensor) -> _Back:
     dE, EL, dq_in = (call.in_chunks(C, columns, half=True) for columns in (C, C, K))
     dbeta = reach = crossing = merged = None
     if beta is None:
-        reach, crossing = call.in_chunks(BITS), call.in_chunks(BITS)
+        reach, crossing = call.in_chunks(BITS), call.empty(B, H, bits, call.n_chunks)
         merged = call.in_blocks(triton.cdiv(K * V, PART))
         Qs = Ps = do  # what is not read is still compiled
     else:
@@ -115,7 +115,7 @@ def _tokens(call: Call, saved: Saved, back: _Back, do: Tensor) -> tuple[Tensor, 
     args = (q, k, v, do, beta, call.g, saved.G, saved.Ti, saved.P, back.EL, back.dq_in, saved.X, back.dX, dB, Nk, Z)
     args += (back.merged, back.crossing, dq, dk, dv, back.dbeta, dg, call.scale, *call.heads)
     args += (triton.cdiv(K * V, PART), call.n_bits, *call.strides(q, k, v, do))
-    call.launch(device.gradients, call.n_chunks, args, size.back_warps, BITS=BITS)
+    call.launch(device.gradients, call.n_chunks, args, size.back_warps)
     if Hk != H:  # heads that share a key are summed in fp32, in a fixed order
         dq, dk = (x.unflatten(2, (Hk, H // Hk)).sum(3).to(q.dtype) for x in (dq, dk))
     return dq, dk, dv, dg
@@ -203,5 +203,5 @@ def _through_end(call: Call, saved: Saved, back: _Back, dS: Tensor) -> list[Tens
             back.dX[:, at, ..., V:] += dPhi
         else:
             reader = call.n_chunks - 1 >> bit << bit
-            back.crossing[:, reader, :, bit] += (dPhi * before[i][1].detach())[..., 0, 0]
+            back.crossing[:, :, bit, reader] += (dPhi * before[i][1].detach())[..., 0, 0]
     return grads[:n_last]

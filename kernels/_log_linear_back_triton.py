@@ -141,7 +141,7 @@ def reads(
     if beta is None:
         tl.store(reach + index * BITS + bits, product)
         above = tl.sum(tl.where(bits[None, :] > bits[:, None], seen[None, :], 0.0), 1)
-        tl.store(crossing + index * BITS + bits, above)
+        tl.store(crossing + (((i_b * H + h) * n_bits + bits) * N + n), above, bits < n_bits)
     else:
         for step in range(n_bits):
             bit = n_bits - 1 - step
@@ -205,7 +205,7 @@ def systems(
 
 
 @triton.jit
-def _crosses(merged, crossing, n, N, H, n_parts, n_bits, BITS: tl.constexpr):
+def _crosses(merged, crossing, n, N, H, n_parts, n_bits):
     """Of Phi of chunk `n` without beta: the gradient of its logarithm. `merged` and `crossing` of this head."""
     total = 0.0
     part = tl.arange(0, 128)
@@ -217,7 +217,7 @@ def _crosses(merged, crossing, n, N, H, n_parts, n_bits, BITS: tl.constexpr):
                 for m0 in range(first, tl.minimum(first + (first - (i << bit)), N), 128):
                     m = m0 + part
                     live = m < tl.minimum(first + (first - (i << bit)), N)
-                    total += tl.sum(tl.load(crossing + (m * H * BITS + bit), live, 0.0))
+                    total += tl.sum(tl.load(crossing + (bit * N + m), live, 0.0))
             else:
                 at = (((i >> 1) * 2 + 1) << (bit + 1)) - 1
                 total += tl.sum(tl.load(merged + at * H * n_parts + part, part < n_parts, 0.0))
@@ -230,7 +230,6 @@ def gradients(
     scale, T, H, group, n_parts, n_bits,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
-    BITS: tl.constexpr,
 ):  # fmt: skip
     """The other gradients of one chunk of one head; `dbeta` holds the part of `reads`, and is added to."""
     index = tl.program_id(0).to(tl.int64)
@@ -282,8 +281,8 @@ def gradients(
     if beta is None:
         dk_n += tail[:, None] * dbT
         dG = tl.sum(q_n.to(tl.float32) * dq_n - k_wide * dk_n, 1)
-        base = i_b * (2 * N - 1) * H + h
-        at_end += _crosses(merged + base * n_parts, crossing + (i_b * N * H + h) * BITS, n, N, H, n_parts, n_bits, BITS)
+        merged += (i_b * (2 * N - 1) * H + h) * n_parts
+        at_end += _crosses(merged, crossing + (i_b * H + h) * n_bits * N, n, N, H, n_parts, n_bits)
     else:
         dX_n = load(dX + V, c, width, c, K, K)
         at_end += tl.sum(load(X + V, c, width, c, K, K).to(tl.float32) * dX_n.to(tl.float32))

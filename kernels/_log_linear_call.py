@@ -29,6 +29,8 @@ class Blocks(NamedTuple):
     """Key columns, padded to a power of two."""
     V: int
     """Value columns that a program holds at once."""
+    V_out: int
+    """The same in `output`, which brings its queries through every Phi anew for each tile."""
     warps: int
     score_warps: int
     back_warps: int
@@ -44,11 +46,11 @@ def blocks(T: int, K: int, V: int, dtype: torch.dtype) -> Blocks:
     C = min(64, padded(T))
     if wide and padded_K > 64:
         C = min(C, 32)
-    V_tile = min(padded(V), 32 if wide else 64)
     return Blocks(
         C,
         padded_K,
-        V_tile,
+        min(padded(V), 32 if wide else 64),
+        min(padded(V), 32 if wide else 128),
         8 if padded_K > 64 else 4,
         1 if padded_K <= 64 and not wide else 2,
         8 if C > 32 or padded_K > 64 else 4,
