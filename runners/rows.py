@@ -8,6 +8,7 @@ Letters: B rows, T time, Q labelled positions of a row, V vocabulary, S places, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,6 +80,17 @@ def distinct(stream: int, name: str, row_B1: Tensor, n: int, of: int) -> Tensor:
     return streams.bits(*draw(stream, name, row_B1, of)).topk(n, dim=1).indices
 
 
-def places(first: int, last: int, row_B1: Tensor) -> Tensor:
-    """Labels at first .. last-1 in every row."""
-    return torch.arange(first, last, device=row_B1.device).expand(len(row_B1), -1)
+def successive(stream: int, name: str, row_B1: Tensor, n: int, weights: Sequence[float]) -> Tensor:
+    """n distinct places, drawn one after the other with these weights among the places left.
+
+    An exponential race is exactly that law: place s arrives at E_s / w_s, and the order of arrival is successive
+    sampling (the minimum of what is left is place s with probability w_s over the weights left, by lack of memory).
+    """
+    w_S = torch.tensor(weights, dtype=torch.float64).to(row_B1.device, non_blocking=True)
+    arrival_BS = streams.exponential(*draw(stream, name, row_B1, len(weights))) / w_S
+    return arrival_BS.topk(n, dim=1, largest=False).indices
+
+
+def places(first: int, last: int, row_B1: Tensor, every: int = 1) -> Tensor:
+    """Labels at first, first + every, ... below last in every row."""
+    return torch.arange(first, last, every, device=row_B1.device).expand(len(row_B1), -1)

@@ -37,6 +37,7 @@ LONGER: dict[str, str] = {"regbench": "max_strings"}
 KINDS = {
     "mqar updates": ("mqar", {"updates": 1}),
     "mqar compositional": ("mqar", {"layout": "compositional", "n_pairs": 1}),
+    "mqar end": ("mqar", {"layout": "end"}),
     "mqar vla": ("mqar", {"layout": "vla", "vocab_size": 12}),
     "mqar segments": ("mqar", {"segments": [{"seq_len": 8, "n_pairs": 1}, {}], "order": "mixed"}),
     "niah random": ("niah_synthetic", {"haystack": "random", "depth": None, "n_queries": 2}),
@@ -48,6 +49,7 @@ KNOWN = {
     "copy": "12995d1b4543",
     "mqar": "fadae152b22a",
     "mqar compositional": "8f5c9124042c",
+    "mqar end": "fd0390f06783",
     "mqar segments": "b9ebfba05dbb",
     "mqar updates": "350e78318e6c",
     "mqar vla": "2f102ad8c83a",

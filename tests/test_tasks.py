@@ -330,6 +330,23 @@ def test_mqar_compositional_rows_are_grids(n: int, vocab: int, length: int) -> N
     assert len(orders) > (n > 1)
 
 
+@pytest.mark.parametrize(("n", "length"), [(4, 16), (3, 21), (5, 64)])
+def test_mqar_asks_for_every_key_at_the_end(n: int, length: int) -> None:
+    task = small("mqar", layout="end", vocab_size=16, n_pairs=n, seq_len=length)
+    orders = set()
+    for row, positions, targets in _read(task, 200):
+        keys, values = row[0 : 2 * n : 2], row[1 : 2 * n : 2]
+        assert positions == list(range(length - 2 * n, length, 2))
+        asked = [row[at] for at in positions]
+        assert sorted(asked) == sorted(set(keys))
+        assert [values[keys.index(key)] for key in asked] == targets
+        assert all(1 <= key < 8 <= value for key, value in zip(keys, values, strict=True))
+        assert len(set(values)) == n
+        assert min(row) >= 1
+        orders.add(tuple(keys.index(key) for key in asked))
+    assert len(orders) > 5
+
+
 def test_mqar_fresh_and_fixed() -> None:
     fixed = small("mqar", examples=50)
     fresh = small("mqar", examples=50, data="fresh")
@@ -378,6 +395,7 @@ def test_mqar_segments() -> None:
         ({"updates": 5}, "0 <= updates <= n_pairs"),
         ({"updates": 3, "n_pairs": 7}, "4 * n_pairs + 2 * updates <= seq_len"),
         ({"updates": 1, "layout": "vla"}, "layout == 'zoology'"),
+        ({"layout": "end", "n_pairs": 9}, "4 * n_pairs <= seq_len"),
         ({"layout": "compositional", "n_pairs": 5}, "square"),
         ({"layout": "compositional", "n_pairs": 9}, "6 * n_pairs <= seq_len"),
     ],

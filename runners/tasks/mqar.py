@@ -13,19 +13,21 @@ replacement one key after the other with weights (g+1)^(power-1): `power: 0.01` 
     updates: 1             k1 v1 k2 v2 k2 w2 | ...  some keys come again with another value, and the last one counts
     layout: compositional  a1 b1 v1 a1 b2 v2 a2 b1 v3 a2 b2 v4 | . . . a2 b1 . : a key is two tokens of a square grid,
                            so neither tells the value alone; in any order, labels on the second token
+    layout: end            k1 v1 k2 v2 . . . k2 . k1 . : questions in any order over the last 2 n_pairs tokens, fillers
+                           never 0; the longer the row, the longer all of them wait
     layout: vla            k1 v1 k2 v2 SEP q1 q2 ... : keys and values share one range, values and queries are drawn
                            with replacement, every position after SEP is a query
 
 Sources: zoology `multiquery_ar`, `forgetting_mqar` and `compositional_mqar` at d88d6f5; Variational Linear Attention's
-notebook 07. Differences: fillers come from a stream of their own, not torch's global generator; `num_passes` is left
-out (its reference raises); a new value differs from its own key's first one (there from that of another key, so that it
-may be no update). A filler may equal a key or a value of its row, as there.
+notebook 07 (vla); `train_mqar.py` of Adaptive Memory Decay at 3cc2d65 (end). Differences: fillers come from a stream of
+their own, not torch's global generator; `num_passes` is left out (its reference raises); a new value differs from its
+own key's first one (there from that of another key, so that it may be no update). A filler may equal a key or a value of
+its row, as there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,7 +36,7 @@ from torch import Tensor
 
 from runners import streams
 from runners.batch import SPLITS, Batch, label_scores
-from runners.rows import distinct, draw, integers, places, refuse
+from runners.rows import distinct, integers, places, refuse, successive
 from runners.schema import UserError
 
 REVISION = 1
@@ -45,10 +47,10 @@ LIMITS = [
     "examples >= 1",
     "valid_examples >= 1",
     "test_examples >= 1",
-    "layout == 'vla' or seq_len % 2 == 0",
+    "layout in ('vla', 'end') or seq_len % 2 == 0",
     "layout == 'vla' or 4 * n_pairs <= seq_len",
-    "layout == 'vla' or vocab_size > seq_len",
-    "layout != 'zoology' or n_pairs <= vocab_size // 2 - 1",
+    "layout in ('vla', 'end') or vocab_size > seq_len",
+    "layout not in ('zoology', 'end') or n_pairs <= vocab_size // 2 - 1",
     "layout != 'vla' or 2 * n_pairs + 2 <= seq_len",
     "layout != 'vla' or n_pairs <= vocab_size - 1",
     "updates >= 0",
@@ -65,7 +67,7 @@ METRICS = {"accuracy": "max", "loss": "min"}
 BOUNDS = {"accuracy": [0, 1]}
 LABELS = "seq_len - 2*n_pairs - 1 if layout == 'vla' else n_pairs"
 CHANCE = {
-    "accuracy": "2 / vocab_size if layout == 'zoology' else 1 / vocab_size if layout == 'vla' "
+    "accuracy": "1 / vocab_size if layout == 'vla' else 2 / vocab_size if layout != 'compositional' "
     "else 1 / (vocab_size - vocab_size // 3 * 2)",
     "loss": "log(vocab_size)",
 }
@@ -99,7 +101,7 @@ class Task:
         segments: the training mixture in its order, each with any of seq_len, n_pairs, examples; none = one segment
         order: blocks = segments and rows in their order; mixed = rows and batches shuffled every epoch
         layout: zoology = pairs, then spread queries; vla = pairs, separator, queries back to back; compositional =
-            zoology's with keys of two tokens, n_pairs a square number
+            zoology's with keys of two tokens, n_pairs a square number; end = all queries at the end of the row
         updates: keys that get another value after the pairs (count), drawn anew for each row
     """
 
@@ -117,7 +119,7 @@ class Task:
         test_examples: int = 1000,
         segments: list[dict] | None = None,
         order: Literal["blocks", "mixed"] = "blocks",
-        layout: Literal["zoology", "vla", "compositional"] = "zoology",
+        layout: Literal["zoology", "vla", "compositional", "end"] = "zoology",
         updates: int = 0,
     ) -> None:
         if seq_len is None:
@@ -155,10 +157,10 @@ class Task:
         if layout == "vla":
             rules["2 * n_pairs + 2 <= seq_len"] = 2 * n + 2 <= length
             rules["n_pairs <= vocab_size - 1"] = n <= vocab - 1
-        else:
+        elif layout != "end":
             rules["seq_len is even"] = length % 2 == 0
             rules["vocab_size > seq_len"] = vocab > length
-        if layout == "zoology":
+        if layout in ("zoology", "end"):
             rules["4 * n_pairs <= seq_len"] = 4 * n <= length
             rules["4 * n_pairs + 2 * updates <= seq_len"] = 4 * n + 2 * updates <= length
             rules["n_pairs <= vocab_size // 2 - 1"] = n <= vocab // 2 - 1
@@ -215,7 +217,7 @@ class Task:
             law["updates"] = self.updates
         stream = streams.key("mqar", split, seed if split == "train" else None, number, law)
         row_B1 = index_B.to(device, non_blocking=True)[:, None]
-        make = {"zoology": _zoology, "vla": _vla, "compositional": _compositional}[self.layout]
+        make = {"zoology": _zoology, "vla": _vla, "compositional": _compositional, "end": _end}[self.layout]
         return make(stream, row_B1, part, self)
 
     def score(self, logits_BQV: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -223,19 +225,10 @@ class Task:
         return label_scores(logits_BQV, batch)
 
 
-def _slots(stream: int, row_B1: Tensor, n: int, weights: Sequence[float]) -> Tensor:
-    """n distinct slots, drawn one after the other with these weights among the slots left.
-
-    An exponential race is exactly that law: slot g arrives at E_g / w_g, and the order of arrival is successive
-    sampling (the minimum of what is left is slot g with probability w_g over the weights left, by lack of memory).
-    """
-    w_S = torch.tensor(weights, dtype=torch.float64).to(row_B1.device, non_blocking=True)
-    arrival_BS = streams.exponential(*draw(stream, "gaps", row_B1, len(weights))) / w_S
-    return arrival_BS.topk(n, dim=1, largest=False).indices
-
-
 def _fillers(stream: int, row_B1: Tensor, length: int, task: Task) -> Tensor:
     """A row before anything is put into it."""
+    if task.random_non_queries and task.layout == "end":
+        return 1 + integers(stream, "fillers", row_B1, length, task.vocab_size - 1)
     if task.random_non_queries:
         return integers(stream, "fillers", row_B1, length, task.vocab_size)
     return torch.zeros(len(row_B1), length, dtype=torch.int64, device=row_B1.device)
@@ -244,7 +237,7 @@ def _fillers(stream: int, row_B1: Tensor, length: int, task: Task) -> Tensor:
 def _asked(stream: int, row_B1: Tensor, first: int, part: Segment, every: int, power: float) -> Tensor:
     """Where the queries begin, one for each pair: at places `every` tokens apart from position `first` on."""
     weights = [(g + 1.0) ** (power - 1) for g in range((part.seq_len - first) // every)]
-    return first + every * _slots(stream, row_B1, part.n_pairs, weights)
+    return first + every * successive(stream, "gaps", row_B1, part.n_pairs, weights)
 
 
 def _zoology(stream: int, row_B1: Tensor, part: Segment, task: Task) -> Batch:
@@ -276,6 +269,17 @@ def _compositional(stream: int, row_B1: Tensor, part: Segment, task: Task) -> Ba
     tokens_BT[:, : 3 * n] = torch.stack([first_BQ, second_BQ, value_BQ], dim=2).flatten(1)
     tokens_BT.scatter_(1, start_BQ, first_BQ).scatter_(1, start_BQ + 1, second_BQ)
     return Batch(tokens_BT, start_BQ + 1, value_BQ)
+
+
+def _end(stream: int, row_B1: Tensor, part: Segment, task: Task) -> Batch:
+    n, half, first = part.n_pairs, task.vocab_size // 2, part.seq_len - 2 * part.n_pairs
+    key_BN = 1 + distinct(stream, "keys", row_B1, n, half - 1)
+    value_BN = half + distinct(stream, "values", row_B1, n, task.vocab_size - half)
+    asked_BQ = distinct(stream, "order", row_B1, n, n)
+    tokens_BT = _fillers(stream, row_B1, part.seq_len, task)
+    tokens_BT[:, : 2 * n] = torch.stack([key_BN, value_BN], dim=2).flatten(1)
+    tokens_BT[:, first::2] = key_BN.gather(1, asked_BQ)
+    return Batch(tokens_BT, places(first, part.seq_len, row_B1, 2), value_BN.gather(1, asked_BQ))
 
 
 def _vla(stream: int, row_B1: Tensor, part: Segment, task: Task) -> Batch:
