@@ -21,8 +21,8 @@ replacement one key after the other with weights (g+1)^(power-1): `power: 0.01` 
 Sources: zoology `multiquery_ar`, `forgetting_mqar` and `compositional_mqar` at d88d6f5; Variational Linear Attention's
 notebook 07 (vla); `train_mqar.py` of Adaptive Memory Decay at 3cc2d65 (end). Differences: fillers come from a stream of
 their own, not torch's global generator; `num_passes` is left out (its reference raises); a new value differs from its
-own key's first one (there from that of another key, so that it may be no update). A filler may equal a key or a value of
-its row, as there.
+own key's first one (there from that of another key, so that it may be no update). A filler may equal a key or a value
+of its row, as there.
 """
 
 from __future__ import annotations
