@@ -45,15 +45,16 @@ def blocks(C: int, K: int, V: int, dtype: torch.dtype) -> Blocks:
     def tile(M: int, N: int, warps: int, stages: int) -> Tile:
         return Tile(min(M, whole), min(N, whole), warps, stages)
 
+    if wide and widest == 128:
+        return Blocks(tile(64, 32, 8, 1), tile(64, 32, 8, 1), tile(32, 64, 8, 1), "tf32x3")
     if wide:
-        most = 64 if widest <= 64 else 32 if widest <= 128 else 16
-        same = tile(most, most, 4 if widest <= 64 else 8, 1)
+        same = tile(64, 64, 4, 1) if widest <= 64 else tile(16, 16, 8, 1)
         return Blocks(same, same, same, "tf32x3")
     if widest <= 64:
         same = tile(64, 64, 4, 2)
         return Blocks(same, same, same, "tf32")
     if widest <= 128:
-        return Blocks(tile(128, 64, 8, 2), tile(64, 64, 8, 2), tile(64, 64, 8, 2), "tf32")
+        return Blocks(tile(64, 64, 4, 2), tile(64, 64, 8, 2), tile(64, 64, 8, 2), "tf32")
     same = tile(32, 32, 8, 1)
     return Blocks(same, same, same, "tf32")
 
@@ -122,7 +123,8 @@ def _choose(call: _Call, pool: Pool, select: str, cache_dtype: torch.dtype) -> t
     end += [_scratch(k, B, S, H, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.int64)]
     args = (k, v, m, position, length, ranked, idx, *end, T, H, N, *_strides(k, v))
     constants = {**call.widths, "BW": padded(W), "R": R, "BC": min(32, padded(C)), "select": select}
-    launch(device.choose, B * H, args, constants, num_warps=8 if W > 64 else 4, num_stages=1)
+    warps = 4 if W <= 64 else 8 if W <= 128 else 16  # two widths are compared in registers
+    launch(device.choose, B * H, args, constants, num_warps=warps, num_stages=1)
     return idx, end
 
 

@@ -38,7 +38,7 @@ NONE = tl.constexpr(-(2**62))
 @triton.jit
 def _load(ptr, row, stride, here, d, D: tl.constexpr):
     """Rows of a tensor and channels `d` of one head, (rows, channels); zero where there is none."""
-    return tl.load(ptr + row[:, None] * stride + d[None, :], here[:, None] & (d < D)[None, :], 0.0)
+    return tl.load(ptr + (row[:, None] * stride + d[None, :]), here[:, None] & (d < D)[None, :], 0.0)
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def _save(
     tl.store(rows_end + at, tl.where(here, row, -1), inside)
     tl.store(m_end + at, tl.load(m + (b * P + row) * H + h, here, 0.0), inside)
     d, e = tl.arange(0, BK), tl.arange(0, BV)
-    to_k, to_v = k_end + at[:, None] * K + d[None, :], v_end + at[:, None] * V + e[None, :]
+    to_k, to_v = k_end + (at[:, None] * K + d[None, :]), v_end + (at[:, None] * V + e[None, :])
     tl.store(to_k, _load(k, row, k_t, here, d, K).to(k_end.dtype.element_ty), inside[:, None] & (d < K)[None, :])
     tl.store(to_v, _load(v, row, v_t, here, e, V).to(v_end.dtype.element_ty), inside[:, None] & (e < V)[None, :])
 
@@ -240,7 +240,7 @@ def attend(
         for w0 in range(0, W, BN):
             j, row, here = _cached(c, w0, offset, T, idx + (bh * N + c) * W, W, C, BN)
             outT, top, total = _absorb(qT, k, v, row, here, j, i, k_t, v_t, d, e, outT, top, total, K, V, PREC)
-    at = o + heads[None, :] * V + e[:, None]
+    at = o + (heads[None, :] * V + e[:, None])
     tl.store(at, (outT / total[None, :]).to(o.dtype.element_ty), live[None, :] & (e < V)[:, None])
     tl.store(lse + heads, top + tl.log(total), live)
 
@@ -296,7 +296,7 @@ def into_queries(
         for w0 in range(0, W, BN):
             j, row, here = _cached(c, w0, offset, T, idx + (bh * N + c) * W, W, C, BN)
             dqT = _draw_back(qT, doT, k, v, row, here, j, i, k_t, v_t, d, e, lse_n, de_n, dqT, K, V, PREC)
-    at = dq + heads[None, :] * K + d[:, None]
+    at = dq + (heads[None, :] * K + d[:, None])
     tl.store(at, (dqT * gain_n[:, None]).to(dq.dtype.element_ty), live[None, :] & (d < K)[:, None])
     q_n = _load(q + b * q_b + h * q_h, t, q_t, live, d, K)
     tl.store(dgain + pid * K + d, tl.sum(tl.trans(q_n).to(tl.float32) * dqT, 1), d < K)
@@ -360,7 +360,7 @@ def into_keys(
 def _add(dx, at, sums, where, d, D: tl.constexpr):
     """Adds to the rows `at` of one head's gradient, which no other program touches."""
     inside = where[:, None] & (d < D)[None, :]
-    ptr = dx + at[:, None] * D + d[None, :]
+    ptr = dx + (at[:, None] * D + d[None, :])
     tl.store(ptr, (tl.load(ptr, inside, 0.0).to(tl.float32) + sums).to(dx.dtype.element_ty), inside)
 
 
