@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from kernels._chunk import from_chunks, to_chunks
 from kernels._launch import accumulator, full_precision
 from kernels.delta_rule import delta_rule
+from kernels.linear_attention import linear_attention
 from kernels.ridge_solve import SHORTEST, ridge_solve, ridge_solve_step
 from mechanisms._parts import Base, Projections, Shape, State, unit_norm
 
@@ -120,9 +121,21 @@ class Mixer(Base):
             initial_state=state["S"] if state else None,
             impl=self.shape.impl,
         )
-        z_BTHK = k.cumsum(1) if state is None else k.cumsum(1) + state["z"][:, None]
-        o = o / (z_BTHK * q).sum(-1, keepdim=True).clamp(min=DEN_MIN)
-        return self.out(self.norm(o.flatten(2))), {"S": S, "z": z_BTHK[:, -1], **ends, **carried}
+        den, z = self._denominator(q, k, state["z"] if state else None)
+        o = o / den.clamp(min=DEN_MIN)
+        return self.out(self.norm(o.flatten(2))), {"S": S, "z": z, **ends, **carried}
+
+    def _denominator(self, q: Tensor, k: Tensor, z_BHK: Tensor | None) -> tuple[Tensor, Tensor]:
+        """z_t . q_t (B, T, H, 1) in k's dtype, and the last z. On a card as linear attention with values of 1: torch
+        sums over time serially there, a thread a channel."""
+        if k.is_cuda and self.shape.impl != "reference":
+            ones = k.new_ones(1, 1, 1, 1).expand(*k.shape[:3], 1)
+            start = None if z_BHK is None else z_BHK[..., None]
+            den, end = linear_attention(q.to(k.dtype), k, ones, initial_state=start, impl=self.shape.impl)
+            assert isinstance(end, Tensor)  # the pair comes with a normaliser alone
+            return den, end[..., 0]
+        z_BTHK = k.cumsum(1) if z_BHK is None else k.cumsum(1) + z_BHK[:, None]
+        return (z_BTHK * q).sum(-1, keepdim=True), z_BTHK[:, -1]
 
     def probe(self, x_BTD: Tensor, state: State) -> dict[str, Tensor]:
         """Of the steps S -> S (I - erase write^T), both of length 1 and at cosine c: c, the norm of a step, which is

@@ -6,12 +6,12 @@ One sequence, 16 heads of 64, bf16 in. Milliseconds on the card (recorded as a C
 cache emptied before each; the median):
 
     softmax          torch's scaled_dot_product_attention
-    VLA              ridge_solve, delta_rule and the division, as mechanisms/vla.py calls them: in fp32
-    VLA bf16         the same, with q, keys, u and write directions rounded to bf16 before the ops
+    VLA              ridge_solve in fp32, delta_rule in bf16 and the division, with z a running sum in torch
+    VLA, z in the op the same, with z_t . q_t from linear attention whose values are 1, as mechanisms/vla.py has it
+    VLA bf16         the same again, but with u and keys rounded to bf16 before the ridge solve
     one launch       a Triton kernel below that does all of it token by token, a program a head: what a parallel form
                      has to beat; the best of its numbers of warps
-    ridge, delta, z  the parts of VLA, each alone: the running sum z_t . q_t as the mechanism makes it, and as a linear
-                     attention whose values are 1
+    ridge, delta, z  the parts of VLA, each alone
     torch loop       the law in torch, one token after the other, as called: of 32 tokens, times T / 32
 
 Needs a CUDA card.
@@ -54,10 +54,10 @@ def draw(T: int) -> Inputs:
 
 
 def vla(x: Inputs, dtype: torch.dtype = torch.float32, sum_in_op: bool = False) -> Tensor:
-    """As `mechanisms.vla.Mixer.forward` from there on, but with `sum_in_op`."""
-    q, key, u = (x[name].to(dtype) for name in ("q", "key", "u"))
-    write, _ = ridge_solve(u, key, LAM, unit=True)
-    o, _, _ = delta_rule(q, key, write, x["v"], scale=1.0)
+    """As `mechanisms.vla.Mixer.forward` from there on; `dtype`: of the ridge solve."""
+    q, key = x["q"].bfloat16(), x["key"].to(dtype)
+    write, _ = ridge_solve(x["u"].to(dtype), key, LAM, unit=True)
+    o, _, _ = delta_rule(q, key.bfloat16(), write.bfloat16(), x["v"], scale=1.0)
     return o / (summed(x) if sum_in_op else running(x)).clamp(min=DEN_MIN)
 
 
@@ -156,8 +156,9 @@ def parts(x: Inputs) -> dict[str, tuple[Any, Inputs]]:
         found["ridge" + name] = (lambda y: ridge_solve(y["u"], y["key"], LAM, unit=True)[0], ux)
         cut = {n: tensor.to(dtype) for n, tensor in reads.items()}
         found["delta" + name] = (lambda y: delta_rule(y["q"], y["key"], y["write"], y["v"], scale=1.0)[0], cut)
-    qkv = {n: x[n] for n in ("q", "k", "v")}
-    return {**found, "z by cumsum": (running, qkv), "z in the op": (summed, qkv)}
+    qk = {n: x[n] for n in ("q", "k")}
+    half = {n: tensor.bfloat16() for n, tensor in qk.items()}
+    return {**found, "z by cumsum": (running, qk), "z in the op": (summed, qk), "z in the op, bf16": (summed, half)}
 
 
 def measured(T: int) -> dict[str, Any]:
