@@ -15,7 +15,10 @@ A task is a class `Task` whose keyword-only parameters are its YAML keys, with
 
 A task that trains nothing (TRAINS = False) has vocab_size, seq_len and, in the place of all the rest,
 
-    measure(model, device)  each metric of the untrained model, and `n`, the number of rows behind it
+    measure(model, device)  each metric of the model, and `n`, the number of rows behind it
+
+and measures an untrained model, or, if it says EVALUATES = "text", models trained on the task text: it stands in
+`evaluate` then, and not where a trial's own task stands.
 """
 
 from __future__ import annotations

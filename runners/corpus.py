@@ -10,6 +10,7 @@
 
 A trial's id holds what the spec says; what lies under it may change. So every trial notes a hash of the bytes it saw,
 and a path is relative to the task's `folder`, a place and no setting: that of the spec's file (`sweeps/files.py`).
+`$STDLIB/*.py` is the library of the Python that runs, a text that every machine has.
 
 Not covered: text that does not fit into memory.
 """
@@ -21,6 +22,8 @@ import glob
 import hashlib
 import itertools
 import os
+import sysconfig
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +37,10 @@ PARTS = ("train", "valid", "test")
 _OWN = {"train": "data_files", "valid": "valid_files", "test": "test_files"}
 _SPLITS = {"train": "train", "valid": "validation", "test": "test"}
 _CHUNK = 1 << 20
+STDLIB = "$STDLIB"
+"""In a path: the folder of Python's own library, whose *.py are a text that is always there."""
+HUB_S = 5.0
+"""How long the hub is waited for."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,9 @@ class Corpus:
 
 def find(pattern: str, folder: str | Path) -> list[Path]:
     """The files of one parameter, in order. Raises `UserError` in words where there are none, or nothing in them."""
-    wanted = Path(pattern).expanduser()
-    path = Path(folder) / wanted
+    library = sysconfig.get_path("stdlib")
+    wanted = Path(pattern.replace(STDLIB, glob.escape(library))).expanduser()
+    path = Path(folder) / Path(pattern.replace(STDLIB, library)).expanduser()
     try:
         if path.is_dir():
             raise UserError(f"{pattern} is a folder: name its files, as {pattern.rstrip('/')}/*.txt")
@@ -93,6 +101,7 @@ def has_text(task: Task) -> bool:
 def check(task: Task) -> None:
     """Raises `UserError` if the text of a task is not there or too short, before anything is trained on it."""
     try:
+        ask_hub(task)
         for part, (first, last) in _measured(task).items():
             if last - first < task["seq_len"]:
                 raise UserError(f"the {part} part has {last - first:,} bytes, a row {task['seq_len']:,} (seq_len)")
@@ -127,7 +136,7 @@ def identity(task: Task) -> tuple[Any, ...]:
     if task.get("dataset") is not None:
         own: Any = tuple(task[name] for name in ("dataset", "config", "column", FOLDER))
     else:
-        own = tuple((name, *map(_version, paths)) for name, paths in _files(task))
+        own = tuple((name, *map(version, paths)) for name, paths in _files(task))
     return (own, task["valid_share"], task["test_share"])
 
 
@@ -141,7 +150,7 @@ def hashes(task: Task) -> dict[str, str]:
         if name.endswith(FILES) and pattern is not None:
             try:
                 paths = find(pattern, task.get(FOLDER, "."))
-                found[f"data {pattern}"] = _joined(tuple(map(_version, paths)))
+                found[f"data {pattern}"] = _joined(tuple(map(version, paths)))
             except (UserError, OSError):
                 found[f"data {pattern}"] = "-"
     return found
@@ -153,7 +162,7 @@ def fingerprint(task: Task) -> str | None:
         return None
     if task.get("dataset") is not None:
         return hashlib.sha256(_dataset(task).text).hexdigest()[:16]
-    return digest({name.removesuffix(FILES): _joined(tuple(map(_version, paths))) for name, paths in _files(task)})
+    return digest({name.removesuffix(FILES): _joined(tuple(map(version, paths))) for name, paths in _files(task)})
 
 
 def load(task: Task) -> Corpus:
@@ -164,7 +173,8 @@ def load(task: Task) -> Corpus:
     return _divide(task, {part: _read(own[name]) for part, name in _OWN.items() if name in own})
 
 
-def _version(path: Path) -> tuple[str, int, int]:
+def version(path: Path) -> tuple[str, int, int]:
+    """A file as it is now: equal while nobody writes to it."""
     at = path.stat()
     return str(path), at.st_size, at.st_mtime_ns
 
@@ -209,9 +219,51 @@ def _parts(task: Task, own: Mapping[str, int]) -> dict[str, tuple[int, int]]:
 # data sets
 
 
-def _splits(task: Task) -> Mapping[str, Any]:
+def ask_hub(task: Task) -> None:
+    """Ask the hub whether it has a task's data set, so that no trial waits for a network that is away.
+
+    Once in a process, for `HUB_S` at most; not for a folder, nor where HF_HUB_OFFLINE says that it should not be asked.
+    """
+    name = task.get("dataset")
+    if name is None or _offline() or (Path(task.get(FOLDER, ".")) / Path(name).expanduser()).is_dir():
+        return
+    problem = _asked(name)
+    if problem is not None:
+        raise UserError(
+            f"dataset {name}: {problem}. See to its name and the network; HF_HUB_OFFLINE=1 takes what was read before, "
+            "data_files a file",
+            Exit.ENVIRONMENT,
+        )
+
+
+@functools.cache
+def _asked(name: str) -> str | None:
+    """What the hub has against a data set, in words."""
+    from huggingface_hub import HfApi
+
+    said: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            HfApi().dataset_info(name, timeout=HUB_S)
+            said.append(None)
+        except Exception as error:  # what that library and those below it raise
+            said.append(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+
+    # In a thread, because looking up the hub's address heeds no time limit.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_S)
+    return said[0] if said else f"the hub did not answer within {HUB_S:g} s"
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+
+
+def splits(task: Task) -> Mapping[str, Any]:
     """The splits of a data set, not yet read. Whatever `datasets` raises is told in one line."""
-    name, column = task["dataset"], task["column"]
+    name = task["dataset"]
     local = Path(task.get(FOLDER, ".")) / Path(name).expanduser()
     try:
         import datasets
@@ -220,23 +272,23 @@ def _splits(task: Task) -> Mapping[str, Any]:
         found = datasets.load_dataset(str(local) if local.is_dir() else name, task.get("config"))
     except Exception as error:  # what that library and those below it raise when a name, a hub or a file is not there
         told = (str(error).strip().splitlines() or [""])[0]
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
+        offline = " (HF_HUB_OFFLINE is set)" if _offline() else ""
         raise UserError(
             f"dataset {name}: {type(error).__name__}: {told}{offline}. It is neither a folder in "
             f"{Path(task.get(FOLDER, '.'))} nor a data set that can be had here: see to its name, to `config`, and to "
             "the network; or give data_files",
             Exit.ENVIRONMENT,
         ) from error
+    return found
+
+
+def _dataset(task: Task) -> Corpus:
+    found, own, name, column = splits(task), {}, task["dataset"], task["column"]
     if "train" not in found:
         raise UserError(f"dataset {name} has no split train, but {', '.join(found)}")
     if column not in found["train"].column_names:
         there = ", ".join(found["train"].column_names)
         raise UserError(f"dataset {name}: there is no column {column!r}; it has {there}: say `column`")
-    return found
-
-
-def _dataset(task: Task) -> Corpus:
-    found, own = _splits(task), {}
     for part, split in _SPLITS.items():
         if split in found:
             text = own[part] = bytearray()

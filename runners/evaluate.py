@@ -23,7 +23,7 @@ def run(
     """Each metric of the task over the rows of `split`, and `n`, the number of rows.
 
     The rows are the same for every seed and arm. Autocasts as the trial's training did. A task that trains nothing
-    measures the model itself.
+    measures the model itself, and so does one that evaluates trained models alone.
     """
     task = tasks.build(task_settings)
     if task.vocab_size > trial_vocab(trial):
@@ -31,9 +31,11 @@ def run(
             f"task.vocab_size {task.vocab_size} of an evaluation is above the {trial_vocab(trial)} the model was "
             "trained with: it has no embedding for the tokens beyond"
         )
+    dtype = (trial.train or {}).get("dtype", "fp32")
     if hasattr(task, "measure"):
-        return task.measure(model, device)
-    return score(model, task, split, device, (trial.train or {}).get("dtype", "fp32"))
+        with autocast(device, dtype):
+            return task.measure(model, device)
+    return score(model, task, split, device, dtype)
 
 
 def trial_vocab(trial: Trial) -> int:
@@ -75,6 +77,10 @@ def score(model: nn.Module, task: Any, split: str, device: torch.device, dtype: 
 
 def forward(model: nn.Module, batch: Batch, dtype: str) -> Tensor:
     """fp32 logits at the labels; `bf16` runs the model under autocast, parameters stay fp32."""
-    with torch.autocast(batch.tokens_BT.device.type, torch.bfloat16, enabled=dtype == "bf16"):
+    with autocast(batch.tokens_BT.device, dtype):
         logits_BQV = model(batch.tokens_BT, batch.position_BQ)
     return logits_BQV.float()
+
+
+def autocast(device: torch.device, dtype: str) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16")

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from runners import alone, corpus, guards, mps, split, tracking, watch
+from runners import alone, corpus, documents, guards, mps, split, tracking, watch
 from runners.budget import Allowance, Budget, Span
 from runners.cards import Cards
 from runners.durations import words
@@ -155,7 +155,10 @@ class Launch:
         """Raise `UserError` where the text of a trial is gone, or its hub out of reach, before any trial begins."""
         tasks = (task for m in self._queue for task in (m.trial.task, *(part.task for part in m.slices)))
         for task in {canonical_json(task): task for task in tasks if corpus.has_text(task)}.values():
-            corpus.check(task)
+            if documents.reads(task):
+                documents.check(task)
+            else:
+                corpus.check(task)
 
     def _is_held(self, trial_id: str) -> bool:
         row = self.ledger.row(trial_id)

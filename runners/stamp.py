@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runners import corpus, syntax
+from runners import corpus, documents, syntax
 from runners.schema import Trial, digest
 
 ROOMS = ("kernels", "mechanisms", "runners")
@@ -44,7 +44,11 @@ def stamp(trial: Trial, device: str, task: Mapping[str, Any] | None = None) -> d
         "device": device_name(device),
         "dtype": (trial.train or {}).get("dtype", "fp32"),
         "fingerprint": with_data(fingerprint(*trial.uses), trial.task),
-        **({"data": corpus.fingerprint(task)} if corpus.has_text(task) else {}),
+        **(
+            {"data": (documents if documents.reads(task) else corpus).fingerprint(task)}
+            if corpus.has_text(task)
+            else {}
+        ),
     }
 
 

@@ -6,10 +6,11 @@ importing would take seconds, because every such file imports torch.
 
 Literals: REVISION, STATE, CACHE, PARAMS (parameters of a mixer, or of the parts of the model), LIMITS, INERT (when a
 parameter has no effect), CAPS (a value above this one acts as this one; in order, each formula reads what is capped
-before it), SAME_AS (mechanisms), METRICS, BOUNDS, CHANCE, SELECT, TRAINS, LABELS (labelled positions of a row) (tasks),
-BLOCKS (classes that may hold LIMITS), LAYER (what a layer may be besides a mechanism), NOT_YET, SAME_STREAMS
-(parameters that change neither training rows nor initial weights) (model), OWNERS (parameters of which at most one is
-given, the others follow), DERIVED (what a parameter that is none stands for).
+before it), SAME_AS (mechanisms), METRICS, BOUNDS, CHANCE, SELECT, TRAINS, EVALUATES (the task whose models it is for:
+then it stands in `evaluate` alone), LABELS (labelled positions of a row) (tasks), BLOCKS (classes that may hold
+LIMITS), LAYER (what a layer may be besides a mechanism), NOT_YET, SAME_STREAMS (parameters that change neither
+training rows nor initial weights) (model), OWNERS (parameters of which at most one is given, the others follow),
+DERIVED (what a parameter that is none stands for).
 
 A task's parameter called `X_files` names files (`sweeps/files.py`); its LIMITS may read how long they are, `X_bytes`.
 """
@@ -76,6 +77,11 @@ class Block:
     @property
     def trains(self) -> bool:
         return self.literals.get("TRAINS", True)
+
+    @property
+    def evaluates(self) -> str | None:
+        """The task whose trained models this one evaluates, and is for nothing else."""
+        return self.literals.get("EVALUATES")
 
     @property
     def source(self) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runners import corpus
+from runners import corpus, documents
 from runners.schema import Trial, UserError
 from sweeps import formula, layers
 from sweeps.blocks import longest_row
@@ -55,6 +55,13 @@ class Work:
     memory_bytes: int | None
 
 
+def _looked_at(task: Mapping[str, Any], length: int) -> int:
+    """Tokens of an evaluation, of a model trained at `length`; 0 where that takes reading a data set."""
+    if documents.reads(task):
+        return documents.size(task) or 0
+    return (corpus.rows(task, "test") or 0) * (task.get("seq_len") or length)
+
+
 class Analyst:
     """Works out trials; equal blocks share their part of the work."""
 
@@ -81,7 +88,7 @@ class Analyst:
         every = train.get("eval_every") or max(1, steps // 5)
         checked = (corpus.rows(trial.task, "valid") or 0) * len(trial.task.get("segments") or [0]) * length
         looked_at = -(-steps // every) * checked
-        looked_at += sum((corpus.rows(s, "test") or 0) * (s.get("seq_len") or length) for s in slices)
+        looked_at += sum(_looked_at(s, length) for s in slices)
         flops = forward * (3 * tokens + looked_at)
         bf16 = train.get("dtype") == "bf16"
         speed = self.rate.bf16 if bf16 else self.rate.fp32

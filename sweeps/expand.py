@@ -132,7 +132,12 @@ class Expander:
             if raw is None:
                 return None
             raws[kind] = raw
-        self.trains.add(raws["task"].block.trains)
+        task = raws["task"]
+        if task.block.evaluates:
+            text = f"{task.block.title} evaluates models of task {task.block.evaluates} and trains none: see `evaluate`"
+            self.problems.add(task.marks["task"], text)
+            return None
+        self.trains.add(task.block.trains)
         return raws
 
     def _raw(

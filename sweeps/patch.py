@@ -106,6 +106,12 @@ def _chain(path: Path, shown: str) -> tuple[list[Node], str, dict[str, tuple[Pat
             raise SpecError([(parent.mark, f"extends: a chain has at most {MAX_CHAIN} specs")])
 
 
+def _has_task(evaluation: Node) -> bool:
+    """Whether an evaluation names a task of its own, with settings that a later `task.seq_len` is one of."""
+    task = evaluation.get("task")
+    return task is not None and task.is_map
+
+
 def _check_profiles(profiles: Node, problems: Problems) -> None:
     if not profiles.is_map:
         problems.add(profiles.mark, "profiles is a mapping: {NAME: {...}}")
@@ -211,6 +217,9 @@ class _Merge:
         if at == ("axes",) or (at and at[0] == "evaluate" and (len(at) > 1 or _is_grid_key(key))):
             if paths:
                 return _respelled(target, paths), ""
+            if at[0] == "evaluate" and not self.is_base and key not in target.value and _has_task(target):
+                first, _, rest = key.partition(".")
+                return (first, rest) if first == "task" else (key, "")
             if key in target.value or at != ("axes",):
                 return key, ""
             longest = [k for k in target.value if key.startswith(f"{k}.") and target.value[k].is_list]

@@ -47,8 +47,8 @@ def load(
         problems.check()
     searches = Searches(reader, read).add(expansion.cells)
     trials = identify(expansion.cells, read.seeds, problems)
-    evaluation = Evaluation(reader, expander.resolver, expansion.cells, assembled.is_patched)
     before = len(problems)
+    evaluation = Evaluation(reader, expander.resolver, expansion.cells, assembled.is_patched)
     for cell in expansion.cells:
         cell.slices = evaluation.slices(cell)
     if not reader.is_sound or len(problems) > before:

@@ -141,8 +141,7 @@ class Resolver:
     def _form(self, path: str, node: Node, param: Param) -> Any:
         get = {name: child.value for name, child in node.value.items()}
         if "required" in get:
-            what = show(node.value["required"].plain())
-            raise Misfit(f"a value is wanted: {what}. Give it with --set {path}=..., or in a profile")
+            raise Misfit(wanted(path, node).removeprefix(f"{path}: "))
         if "ref" in get:
             allowed, number = {"ref", "times", "plus", "round"}, get.get("times", 1)
             target = get["ref"]
@@ -434,6 +433,12 @@ class Resolver:
             return param.default
         chosen = _default_name(param)
         return None if chosen in (None, "none") else {"name": chosen}
+
+
+def wanted(path: str, node: Node) -> str:
+    """What to say where a form `{required: text}` still stands at `path`."""
+    what = show(node.value["required"].plain())
+    return f"{path}: a value is wanted: {what}. Give it with --set {path}=..., or in a profile"
 
 
 def _default_name(param: Param | None) -> str | None:

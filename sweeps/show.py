@@ -331,6 +331,7 @@ def _as_json(block: Block) -> dict[str, Any]:
         "CHANCE",
         "SELECT",
         "TRAINS",
+        "EVALUATES",
     )
     return {
         "kind": block.kind,

@@ -12,9 +12,9 @@ from sweeps.blocks import Raw, Resolved, slice_id
 from sweeps.conditions import Condition
 from sweeps.expand import Cell, universe
 from sweeps.parse import Reader
-from sweeps.patch import zip_paths
+from sweeps.patch import is_form, zip_paths
 from sweeps.reader import Mark, Node, near
-from sweeps.resolve import Resolver
+from sweeps.resolve import Resolver, wanted
 from sweeps.spec import Written
 from sweeps.types import show
 
@@ -117,6 +117,11 @@ class Evaluation:
                 continue
             mark, path = node.keys.get(key, child.mark), f"task.{key}"
             param = block.params.get(key)
+            if is_form(child) and "required" in child.value:
+                path = f"evaluate.{found.name}.{path}"
+                self.problems.add(child.mark, wanted(path, child))
+                factors.append([])  # without it there is no slice to speak of
+                continue
             if child.is_list and param is not None and not param.type.is_list:
                 factors.append([{path: Written(item, mark)} for item in child.value])
                 found.shown.append(path)
@@ -183,14 +188,21 @@ class Evaluation:
             if settled is None:
                 continue
             task = settled["task"]
-            if not self.resolver.rules.check({**blocks, "task": task}) or not self._has_rows(cell, task, own):
+            if not self.resolver.rules.check({**blocks, "task": task}) or not self._fits(cell, task, own):
                 continue
             slice_ = self._slice(own, task)
             found.setdefault(slice_.id, slice_)
         return list(found.values())
 
-    def _has_rows(self, cell: Cell, task: Resolved, own: EvalSet) -> bool:
-        """Whether the trained model has an embedding for every token of an evaluation."""
+    def _fits(self, cell: Cell, task: Resolved, own: EvalSet) -> bool:
+        """Whether an evaluation is for the trained task, and the model has an embedding for every token of it."""
+        for_, name = task.block.evaluates, cell.blocks["task"].block.name
+        if for_ is not None and for_ != name:
+            mark = task.raw.marks.get("task", own.mark)
+            self.problems.add(
+                mark, f"{task.block.title} evaluates models of task {for_}, and a trial here trains {name}"
+            )
+            return False
         trained, wanted = (block.env.get("vocab_size") for block in (cell.blocks["task"], task))
         if trained is None or wanted is None or wanted <= trained:
             return True

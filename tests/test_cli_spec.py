@@ -289,7 +289,7 @@ DRAFTS = sorted((DATA / "specs").glob("*.yaml"))
 WANTED = {
     "ela_blocks": ["task.data_files=coriolanus.txt"],
     "language": ["task.dataset=words"],
-    "scale": ["task.data_files=coriolanus.txt"],
+    "scale": [f"{where}task.data_files=coriolanus.txt" for where in ("", "evaluate.wikitext.", "evaluate.lambada.")],
 }
 """What a draft leaves to the command line."""
 
