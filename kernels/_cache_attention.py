@@ -201,7 +201,7 @@ def _with_kept(dx: Tensor, dend: Tensor | None, rows_end: Tensor) -> Tensor:
     if dend is None:
         return dx
     B, P, H, D = dx.shape
-    index = torch.where(rows_end < 0, P, rows_end)[..., None].expand(-1, -1, -1, D)  # a row that is dropped
+    index = rows_end.masked_fill(rows_end < 0, P)[..., None].expand(-1, -1, -1, D)  # a row that is dropped
     return dx + dx.new_zeros(B, P + 1, H, D).scatter_(1, index, dend.to(dx.dtype))[:, :P]
 
 
