@@ -138,15 +138,17 @@ def gather(
                 given = (weight[:, None] * load(do, t, do_t, j, T, V).to(tl.float32)).to(dtype)
             x += tl.dot(tl.trans(q_n), given, input_precision=PREC)
         if start < N:
-            out = dX + ((i_b * (2 * N - 1) + 2 * start - length - 1) * H + h) * K * width
-            if bit > LOG_S:
-                piece = (i_b * (n_bits - LOG_S - 1) + bit - LOG_S - 1) * n_groups + group_n
-                out = pieces + (piece * H + h) * K * width
-            within = V
+            within, to = V, c[:, None] * width + j[None, :]
             if of_Phi:
-                out += V
                 within = K
-            tl.store(out + c[:, None] * width + j[None, :], x, (c < K)[:, None] & (j < within)[None, :])
+                to += V
+            inside = (c < K)[:, None] & (j < within)[None, :]
+            if bit > LOG_S:  # in fp32, whatever X is in
+                piece = (i_b * (n_bits - LOG_S - 1) + bit - LOG_S - 1) * n_groups + group_n
+                tl.store(pieces + ((piece * H + h) * K * width + to), x, inside)
+            else:
+                at = (i_b * (2 * N - 1) + 2 * start - length - 1) * H + h
+                tl.store(dX + (at * K * width + to), x, inside)
 
 
 @triton.jit

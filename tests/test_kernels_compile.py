@@ -29,7 +29,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"K": 64, "V": 64, "dtype": "bfloat16", "segments": 2},
         {"K": 33, "V": 16, "dtype": "float32", "gated": False, "apart": True},
     ],
-    "log_linear_attention": [{"K": 16, "V": 16, "dtype": "float16", "beta": True, "T": 40, "C": 16}],
+    "log_linear_attention": [{"K": 16, "V": 16, "dtype": "float16", "beta": True, "T": 600, "C": 16}],
     "slot_attention": [{"M": 16, "K": 16, "V": 16, "dtype": "float16", "T": 16, "backward": False}],
     "cache_attention": [
         {"K": 64, "V": 64, "dtype": "bfloat16", "width": 16, "block": 32},
