@@ -12,7 +12,8 @@ different scores. A token of bytes is a letter: 48 of them, the count of the pap
 can then not be had (raise `answer_len`).
 
 Source: Arora et al. 2024 (arXiv 2402.18668), data sets hazyresearch/based-fda, based-swde-v2 and based-squad;
-lm-evaluation-harness 0.4.13, tasks fda, swde and squad_completion, whose scores these are.
+lm-evaluation-harness 0.4.13, tasks fda and swde, whose scores these are. (Its squad_completion goes on for 256 tokens
+and up to a blank line there: it reads the harness's defaults where it means to set its own.)
 """
 
 from __future__ import annotations
