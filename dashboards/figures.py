@@ -14,9 +14,10 @@ import altair as alt
 import pandas as pd
 
 from dashboards.compare import Comparison, bounds_of
+from dashboards.crossings import crossings
 from dashboards.forest import forests
 from dashboards.heat import heat, is_map
-from dashboards.labels import Labels, is_number, nearly
+from dashboards.labels import Labels, is_number, name_value, nearly
 from dashboards.style import BYTES_LABEL, COLOURS, GREY, SHAPES, Chart, Figure
 from dashboards.table import Results, chance
 from runners.schema import Plan
@@ -29,6 +30,8 @@ MAX_CURVES = 150
 """More trials than this and learning curves show the median of each cell only."""
 DASHES = ([1, 0], [7, 3], [2, 2], [10, 3, 2, 3], [4, 2], [1, 3])
 """One a size within a family, in the order of the spec."""
+DECADES = 30
+"""Largest over smallest value of a score, from which its axis is logarithmic."""
 LOAD_FIRST = ("n_pairs", "seq_len")
 """Task settings that make a task harder, the one to put on the x axis first."""
 WIDE, PANEL = (420, 280), (270, 220)
@@ -39,7 +42,8 @@ LABELS = ("family", "series", "size", "condition")
 def draw(plan: Plan, results: Results, comparisons: Sequence[Comparison], provenance: str) -> list[Figure]:
     """Every figure of the sweep that has something to show; `provenance` ends each caption."""
     painter = Painter(plan, results, provenance)
-    found = [painter.state(), painter.map() or painter.load(), *forests(comparisons, provenance), *painter.learning()]
+    scores = [painter.state(), painter.map() or painter.load(), painter.crossings()]
+    found = [*scores, *forests(comparisons, provenance), *painter.learning()]
     return [figure for figure in found if figure is not None]
 
 
@@ -52,6 +56,7 @@ class Painter:
         self.set, self.metric = main_metric(plan)
         self.column = f"{self.set}/{self.metric}"
         self.bounds = bounds_of(plan, self.metric)
+        self.trains = any(member.trial.train is not None for member in plan.members)
         named = [[getattr(self.labels, name)(member) for name in LABELS] for member in plan.members]
         names = pd.DataFrame(named, columns=list(LABELS), index=results.members.index)
         self.members = pd.concat([results.members, names], axis=1)
@@ -59,7 +64,7 @@ class Painter:
 
     def state(self) -> Figure | None:
         """The field's figure: the score against the bytes of state, one panel a task setting."""
-        if self.column not in self.members:
+        if self.column not in self.members or not self.trains:
             return None
         data = self.members.assign(value=self.members[self.column])
         data = data[data["value"].notna()]
@@ -104,7 +109,8 @@ class Painter:
         if not loads:
             return None
         load, name = loads[0], loads[0].removeprefix("eval.")
-        data = _set_panels(data, load, loads[1:])
+        words = [c for c in map(str, data.columns) if _is_word(c, data)]
+        data = _set_panels(data, load, [*words, *loads[1:]])
         ticks = sorted(data[load].unique().tolist())
         logarithmic = ticks[0] > 0
         data = spread(data, load, self.labels.families) if logarithmic else data.assign(x=data[load])
@@ -124,6 +130,19 @@ class Painter:
             self._panels(self._marks(data, x, ["x", "family", "series", "size", "condition"]), data),
             self._width(data),
         )
+
+    def crossings(self) -> Figure | None:
+        """From which load on untrained models cost less than softmax: of every cost that has no bounds."""
+        data = self._scores()
+        if data is None or self.trains:
+            return None
+        data = data.rename(columns={"value": self.metric})
+        loads = sorted((c for c in map(str, data.columns) if _is_load(c, data)), key=_load_rank)
+        costs = [c for c, way in self.plan.metrics.items() if way == "min" and c in data and data[c].notna().any()]
+        if not loads or not costs:
+            return None
+        words = [c for c in map(str, data.columns) if _is_word(c, data)]
+        return crossings(_set_panels(data, loads[0], [*words, *loads[1:]]), loads[0], costs, self._tail(False))
 
     def learning(self) -> list[Figure]:
         """Learning curves: the validation score and the training loss, where there is more than one point."""
@@ -168,7 +187,7 @@ class Painter:
 
     def _marks(self, data: pd.DataFrame, x: alt.X, groups: list[Any]) -> Chart:
         """Seeds as small hollow marks, medians as large full ones joined by lines, chance as a dotted rule."""
-        base, y = alt.Chart(data), value_axis(self.column, self.bounds)
+        base, y = alt.Chart(data), value_axis(self.column, self.bounds, data["value"])
         colour, shape = self._colour(), self._shape()
         tips = ["series:N", *(f"{c}:Q" for c in (data.columns[-1], "seed")), alt.Tooltip("value:Q", format=".4f")]
         middle = base.transform_aggregate(value="median(value)", n="count()", groupby=groups)
@@ -262,10 +281,14 @@ def count(data: pd.DataFrame) -> str:
     return f"n = {low if low == high else f'{low} to {high}'} seed{'s' if high > 1 else ''} a cell."
 
 
-def value_axis(column: str, bounds: Sequence[float] | None) -> alt.Y:
-    """The y axis of a score: its whole range if it has one."""
-    scale = alt.Scale(domain=list(bounds)) if bounds else alt.Scale(zero=False)
-    return alt.Y("value:Q", title=title(column), scale=scale, axis=alt.Axis(grid=True))
+def value_axis(column: str, bounds: Sequence[float] | None, values: pd.Series[float] | None = None) -> alt.Y:
+    """The y axis of a score: its whole range if it has one, logarithmic if it has none and `values` span decades."""
+    if bounds:
+        return alt.Y("value:Q", title=title(column), scale=alt.Scale(domain=list(bounds)), axis=alt.Axis(grid=True))
+    if values is not None and values.min() > 0 and values.max() > DECADES * values.min():
+        axis = alt.Axis(grid=True, format="~g", tickCount=6)
+        return alt.Y("value:Q", title=f"{title(column)} (log scale)", scale=alt.Scale(type="log"), axis=axis)
+    return alt.Y("value:Q", title=title(column), scale=alt.Scale(zero=False), axis=alt.Axis(grid=True))
 
 
 def log_axis(name: str, axis: alt.Axis) -> alt.X:
@@ -315,6 +338,11 @@ def _is_load(column: str, data: pd.DataFrame) -> bool:
     return column.startswith("eval.") and data[column].nunique() > 1 and bool(data[column].map(is_number).all())
 
 
+def _is_word(column: str, data: pd.DataFrame) -> bool:
+    """A setting of the evaluations that is no number and varies: it parts panels and is no axis."""
+    return column.startswith("eval.") and data[column].nunique() > 1 and not data[column].map(is_number).any()
+
+
 def _load_rank(column: str) -> int:
     name = column.removeprefix("eval.")
     return LOAD_FIRST.index(name) if name in LOAD_FIRST else len(LOAD_FIRST)
@@ -328,7 +356,7 @@ def _set_panels(data: pd.DataFrame, load: str, others: list[str]) -> pd.DataFram
 
     def panel(row: dict[Any, Any]) -> str:
         words = [f"trained at {row['condition']}"] if trained and row["condition"] else []
-        return ", ".join([*words, *(f"{c.removeprefix('eval.')} {row[c]:g}" for c in free)])
+        return ", ".join([*words, *(name_value(c, row[c]) for c in free)])
 
     return data.assign(condition=[panel(row) for row in data.to_dict("records")])
 

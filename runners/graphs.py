@@ -77,7 +77,7 @@ class Recorded:
         held = Batch(batch.tokens_BT.clone(), batch.position_BQ.clone(), batch.target_BQ.clone())
         graph = torch.cuda.CUDAGraph()
         try:
-            with _nothing_collected(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with nothing_collected(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 results = self._update(held)
         except torch.OutOfMemoryError:
             raise
@@ -91,7 +91,7 @@ class Recorded:
 
 
 @contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
+def nothing_collected() -> Iterator[None]:
     """A graph of an earlier trial that is taken down in the middle of a recording spoils the recording."""
     was = gc.isenabled()
     gc.disable()
