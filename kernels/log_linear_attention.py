@@ -189,12 +189,13 @@ def log_linear_attention(
     beta (B, T, H): the delta rule's, None: nothing is erased. Sequences are not packed here.
 
     On a card by Triton kernels, for keys of at most 128 and calls that continue from no state. They keep the whole
-    tree in the dtype of q: of each 64 tokens and head 2 K V numbers, with beta 2 K (V + K); the backward pass as many.
+    tree in the dtype of q: of each 64 tokens and head 2 K V numbers, with beta 2 K (V + K). The backward pass makes as
+    many, and with beta K log2(T / 64) for each token and head.
     """
     B, T, H, V = v.shape
     K, L = q.shape[-1], lam.shape[-1]
     _check(q, k, v, g, lam, beta, initial_state)
-    impl = resolve(impl, "log_linear_attention", _unfit(q, v, k, g, lam, beta))
+    impl = resolve(impl, "log_linear_attention", unfit(q, k, v, g, lam, beta))
     if impl == "triton" and initial_state is None:
         from kernels import _log_linear_attention  # Triton is not everywhere
 
@@ -226,11 +227,22 @@ WIDEST_KEY = 128
 """Numbers in a key, at most, in the Triton kernels: a chunk's queries, and what they pass through, are held whole."""
 
 
-def _unfit(q: Tensor, v: Tensor, *others: Tensor | None) -> str | None:
-    """As `triton_unfit`."""
+def unfit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    lam: Tensor,
+    beta: Tensor | None = None,
+    initial_state: LogLinearState | None = None,
+    **_: Any,
+) -> str | None:
+    """Why the Triton kernels do not run a call, to be read after the op's name; None: they do."""
+    if initial_state is not None:
+        return "goes token by token from a state"
     if q.shape[-1] > WIDEST_KEY:
         return f"takes keys of at most {WIDEST_KEY} in its Triton kernels, not {q.shape[-1]}"
-    return triton_unfit(q, v, *others, heads=(q.shape[-1], v.shape[-1]))
+    return triton_unfit(q, k, v, g, lam, beta, heads=(q.shape[-1], v.shape[-1]))
 
 
 def _check(
