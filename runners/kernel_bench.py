@@ -8,8 +8,8 @@ convolution runs on q, k and v together: 3 * heads * head width channels. Slot a
 keeps 64 tokens beside a block of 256, as HOLA does, and has no peer; nor has the ridge solve, in fp32 as VLA calls it.
 
 To choose tiles anew for another card, change the tables in `plan` (kernels/_linear_walks.py), `n_segments`
-(kernels/_segments.py), `blocks` (kernels/_ridge_solve.py, _log_linear_call.py) or `walk_length` (kernels/_short_conv.py)
-and run this again.
+(kernels/_segments.py), `blocks` (kernels/_ridge_solve.py and kernels/_log_linear_call.py) or `walk_length`
+(kernels/_short_conv.py) and run this again.
 """
 
 from __future__ import annotations
