@@ -13,8 +13,8 @@ from runners.schema import Trial, digest
 from runners.store import read_json
 
 _NO_MEMORY = {
-    *("lr", "steps", "epochs", "tokens", "tokens_per_param", "warmup", "schedule", "beta1", "beta2", "weight_decay"),
-    *("clip", "keep", "stop_above", "eval_every", "probe"),
+    *("lr", "steps", "epochs", "tokens", "tokens_per_param", "max_epochs", "warmup", "schedule"),
+    *("beta1", "beta2", "weight_decay", "clip", "keep", "stop_above", "eval_every", "probe"),
 }
 """Training settings that do not change what an update needs of memory."""
 

@@ -39,6 +39,8 @@ LIMITS = [
     "epochs is None or epochs >= 1",
     "tokens is None or tokens >= 1",
     "tokens_per_param is None or tokens_per_param > 0",
+    "max_epochs is None or max_epochs > 0",
+    "max_epochs is None or tokens is not None or tokens_per_param is not None",
     "batch_size is None or batch_size >= 1",
     "batch_tokens is None or batch_tokens >= seq_len",
     "lr > 0",
@@ -65,6 +67,7 @@ class Train:
         epochs: passes over the task's training rows (count)
         tokens: training tokens in all (count)
         tokens_per_param: training tokens for each parameter of the model (count)
+        max_epochs: passes over the training rows at most, where tokens or tokens_per_param ask for more; none = any
         batch_size: rows of an update (count)
         batch_tokens: tokens of an update (count); rows = batch_tokens / seq_len
         lr: peak learning rate
@@ -89,6 +92,7 @@ class Train:
         epochs: int | None = None,
         tokens: int | None = None,
         tokens_per_param: float | None = None,
+        max_epochs: float | None = None,
         batch_size: int | None = None,
         batch_tokens: int | None = None,
         lr: float = 1e-3,
@@ -106,6 +110,7 @@ class Train:
         probe: bool = False,
     ) -> None:
         self.steps, self.epochs, self.tokens, self.tokens_per_param = steps, epochs, tokens, tokens_per_param
+        self.max_epochs = max_epochs
         self.batch_size, self.batch_tokens = batch_size, batch_tokens
         self.lr, self.warmup, self.schedule = lr, warmup, schedule
         self.optimizer, self.betas = optimizer, (beta1, beta2)
@@ -131,7 +136,8 @@ class Train:
             if self.tokens_per_param is None:
                 raise UserError("train needs one of steps, epochs, tokens and tokens_per_param")
             tokens = round(self.tokens_per_param * n_params)
-        return max(1, -(-tokens * steps_per_epoch // tokens_per_epoch))
+        steps = -(-tokens * steps_per_epoch // tokens_per_epoch)
+        return max(1, steps if self.max_epochs is None else min(steps, int(self.max_epochs * steps_per_epoch)))
 
     def lr_at(self, step: int, steps: int) -> float:
         """Learning rate of update `step` (0-based) of `steps`."""

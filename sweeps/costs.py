@@ -152,15 +152,19 @@ class Analyst:
             return int(train["steps"])
         if not rows or not length:
             return None
+        own = corpus.rows(trial.task, "train")
+        sizes = [part.get("examples", own) for part in trial.task.get("segments") or [{}]]
+        known = [size for size in sizes if isinstance(size, int)]
+        epoch = sum(-(-size // rows) for size in known) if len(known) == len(sizes) else None
         if train.get("epochs") is not None:
-            own = corpus.rows(trial.task, "train")
-            sizes = [part.get("examples", own) for part in trial.task.get("segments") or [{}]]
-            known = [size for size in sizes if isinstance(size, int)]
-            return int(train["epochs"]) * sum(-(-size // rows) for size in known) if len(known) == len(sizes) else None
+            return None if epoch is None else int(train["epochs"]) * epoch
         tokens = train.get("tokens")
         if tokens is None and train.get("tokens_per_param") is not None:
             tokens = round(train["tokens_per_param"] * n_params)
-        return None if tokens is None else max(1, math.ceil(tokens / (rows * length)))
+        if tokens is None:
+            return None
+        steps, at_most = math.ceil(tokens / (rows * length)), train.get("max_epochs")
+        return max(1, steps if epoch is None or at_most is None else min(steps, int(at_most * epoch)))
 
     def _forward(self, env: Mapping[str, Any], n_params: int) -> float:
         """Operations of a forward pass for each token: matrices, the head where labels are, mixing with the state."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from runners import corpus
 from runners.schema import Member, Plan, Search, UserError
 from runners.suggest import makers
 from sweeps import show_bill
@@ -171,7 +172,11 @@ def _steps(member: Member, cost: CellCost) -> str:
         if train.get(unit) is not None:
             number = _span(cost, "steps", train[unit]).replace(",", "") if unit == "steps" else show(train[unit])
             count = "..".join(f"{end:.0f}" for end in cost.ranges["rows"]) if "rows" in cost.ranges else rows
-            return f"{number}{'' if unit == 'steps' else ' ' + unit.replace('_', ' ')} x {count}"
+            told = f"{number}{'' if unit == 'steps' else ' ' + unit.replace('_', ' ')} x {count}"
+            own = corpus.rows(task, "train")
+            if unit.startswith("tokens") and own and cost.steps and not task.get("segments") and not cost.ranges:
+                told += f", {cost.steps * rows / own:.2g} epochs"
+            return told
     return ""
 
 

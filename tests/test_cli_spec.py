@@ -288,10 +288,10 @@ compare: [{a: {mechanism: hola}, b: {mechanism: linear}}]
 DRAFTS = sorted((DATA / "specs").glob("*.yaml"))
 WANTED = {
     "ela_blocks": ["task.data_files=coriolanus.txt"],
-    "language": ["task.dataset=words"],
+    "language": ["task.data_files=coriolanus.txt"],
     "scale": [f"{where}task.data_files=coriolanus.txt" for where in ("", "evaluate.wikitext.", "evaluate.lambada.")],
 }
-"""What a draft leaves to the command line."""
+"""What a draft, or the paper profile of a shipped spec, leaves to the command line."""
 
 
 @pytest.mark.parametrize("path", DRAFTS, ids=lambda path: path.stem)
@@ -337,7 +337,7 @@ def test_shipped_specs_are_valid_with_every_profile(name: str) -> None:
     assert not [note for note in found.notes if "same model" in note]
     profiles = yaml.safe_load((library.SHIPPED / f"{name}.yaml").read_text()).get("profiles", {})
     for profile in profiles:
-        patched = load(name, profile=profile)
+        patched = load(name, profile=profile, sets=WANTED.get(name))
         assert patched.sweep == f"{name}@{profile}"
         assert {verdict_of(patched, test) for test in patched.tests} == {"can be reached"}
 

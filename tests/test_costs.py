@@ -94,6 +94,7 @@ def test_a_hybrids_state_is_that_of_its_layers(dtype: str, tmp_path: Path) -> No
         "{epochs: 3, batch_size: 64}",
         "{tokens: 100000, batch_size: 4}",
         "{tokens_per_param: 2, batch_tokens: 512}",
+        "{tokens_per_param: 20, batch_tokens: 512, max_epochs: 1.5}",
     ],
 )
 def test_updates_follow_from_every_unit(train: str, tmp_path: Path) -> None:

@@ -381,6 +381,9 @@ def test_units() -> None:
     assert Train(**of, epochs=3).n_steps(5, 1000, 99) == 15
     assert Train(**of, tokens=1001).n_steps(5, 1000, 99) == 6  # 200 tokens a step, rounded up
     assert Train(**of, tokens_per_param=10).n_steps(5, 1000, 99) == 5
+    assert Train(**of, tokens_per_param=99, max_epochs=3).n_steps(5, 1000, 99) == 15
+    assert Train(**of, tokens_per_param=10, max_epochs=3).n_steps(5, 1000, 99) == 5
+    assert Train(**of, tokens=1001, max_epochs=0.1).n_steps(5, 1000, 99) == 1
     assert Train(steps=1, batch_tokens=130).rows(32) == 4
     with pytest.raises(UserError, match="train needs one of steps, epochs, tokens and tokens_per_param"):
         Train(batch_size=8).n_steps(1, 1, 1)
