@@ -39,7 +39,13 @@ class Blocks(NamedTuple):
 
 
 def blocks(C: int, K: int, V: int, dtype: torch.dtype) -> Blocks:
-    """The launch table, a plain function of shapes."""
+    """The launch table, a plain function of shapes.
+
+    Measured on an H200, 2026-11-30, bf16, 64 tokens kept beside blocks of 256, ms; the choice comes first.
+    (8, 2048, 16, 128), forward: `attend` of 64 queries in 4 warps 0.354, of 128 in 8 warps 0.711; with the backward
+    pass: `into_queries` in 4 warps 1.57, in 8 warps 1.78; `into_keys` in 4 warps with 1 stage 1.59, in 8 warps with 2
+    1.78. (1, 131072, 16, 64): 3 stages are 2 % better than 2.
+    """
     wide, widest, whole = dtype == torch.float32, max(padded(K), padded(V)), padded(C)
 
     def tile(M: int, N: int, warps: int, stages: int) -> Tile:
@@ -54,7 +60,7 @@ def blocks(C: int, K: int, V: int, dtype: torch.dtype) -> Blocks:
         same = tile(64, 64, 4, 2)
         return Blocks(same, same, same, "tf32")
     if widest <= 128:
-        return Blocks(tile(64, 64, 4, 2), tile(64, 64, 8, 2), tile(64, 64, 8, 2), "tf32")
+        return Blocks(tile(64, 64, 4, 2), tile(64, 64, 4, 2), tile(64, 64, 4, 1), "tf32")
     same = tile(32, 32, 8, 1)
     return Blocks(same, same, same, "tf32")
 
