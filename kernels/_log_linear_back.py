@@ -155,19 +155,19 @@ def _end(call: Call, last: Last, before: list[tuple[Tensor, Tensor]]) -> Tensor:
     k, v = (repeat_heads(x, H).transpose(1, 2) for x in (last.k, last.v))
     G = last.g.clamp(min=G_MIN).transpose(1, 2).cumsum(-1)
     total = G[..., -1, None, None].exp()
-    F, Phi = (k * (G[..., -1:] - G).exp().unsqueeze(-1)).mT, total
+    write, Phi = (k * (G[..., -1:] - G).exp().unsqueeze(-1)).mT, total
     if last.beta is not None:
         beta = last.beta.transpose(1, 2).unsqueeze(-1)
         system = beta * (k @ k.mT) * decay_tile(G)
-        F = torch.linalg.solve_triangular(system, F, upper=False, left=False, unitriangular=True) * beta.mT
+        write = torch.linalg.solve_triangular(system, write, upper=False, left=False, unitriangular=True) * beta.mT
         eye = torch.eye(k.shape[-1], device=k.device)
-        Phi = total * eye - F @ (k * G.exp().unsqueeze(-1))
+        Phi = total * eye - write @ (k * G.exp().unsqueeze(-1))
     row = k.shape[2] - 1
     of = [min((row ^ m).bit_length(), L - 1) for m in range(row + 1)]
     levels = [k.new_zeros(*k.shape[:2], k.shape[-1], V) for _ in range(L)]
     for level in set(of):
         first, behind = of.index(level), len(of) - of[::-1].index(level)  # the tokens of a level lie side by side
-        levels[level] = F[..., first:behind] @ v[:, :, first:behind]
+        levels[level] = write[..., first:behind] @ v[:, :, first:behind]
     for bit, (H_n, Phi_n) in zip(_read_at_end(call), before, strict=True):
         level = min(call.size.C.bit_length() + bit, L - 1)
         matrices = last.beta is not None
