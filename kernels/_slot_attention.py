@@ -42,13 +42,12 @@ def _by_row(kernel: Any, like: Tensor, args: tuple[Any, ...], **constants: bool)
     launch(kernel, triton.cdiv(like.numel() // M, rows), args, {**sizes, **constants}, num_warps=4)
 
 
-def _writes(f: Tensor, s: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """s (B, T, H, M) as a factor of products: in fp32 unless these are in bf16, as fp16 has no room for small ones."""
-    dtype = dtype if dtype == torch.bfloat16 else torch.float32
+def _writes(f: Tensor, s: Tensor | None) -> Tensor:
+    """s (B, T, H, M) as a factor of products, in fp32 unless it was given in bf16: decayed, it is rounded once more."""
     if s is not None:
-        return s.to(dtype)
+        return s if s.dtype == torch.bfloat16 else s.float()
     B, T, H, _ = f.shape
-    s = torch.empty(f.shape, dtype=dtype, device=f.device)
+    s = torch.empty(f.shape, dtype=torch.float32, device=f.device)
     _by_row(_write_kernel, s, (f, s, *f.stride()[:3], T, H, B * T * H))
     return s
 
@@ -72,6 +71,8 @@ def _logits(call: Call, q: Tensor, starts: Starts) -> tuple[Tensor, Tensor]:
         T, H, call.heads_a_v, call.n_segments, starts.steps(M, K)[0],
     )  # fmt: skip
     tiles = triton.cdiv(M, call.tiles.BK)
+    if call.constants["prec"] == "tf32x3":  # a softmax makes of an error in large logits as large a relative one
+        call = call._replace(constants={**call.constants, "prec": "ieee"})
     call.launch(_logits_kernel, tiles, call.n_segments, args, PV=padded(K), BK=call.tiles.BK, has_start=starts.given)
     return x, end.mT
 
@@ -112,7 +113,7 @@ class _Attended:
         cu_seqlens: Tensor | None,
     ) -> None:
         B, T, H, _ = v.shape
-        w = _writes(f, s, v.dtype)
+        w = _writes(f, s)
         keys = prepare(w, w, k, f, cu_seqlens, H // q.shape[2])
         self.key_starts = _starts(keys, state[0])
         x, self.keys = _logits(keys, q, self.key_starts)
@@ -154,7 +155,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dK: Tensor | None, dV: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, f, s, p, cu_seqlens, *starts = ctx.saved_tensors
         (B, T, Hk, K), (H, V), M = q.shape, v.shape[2:], f.shape[-1]
-        w = _writes(f, s, v.dtype)
+        w = _writes(f, s)
         do = torch.zeros_like(v) if do is None else rows_contiguous(do)
         gate = ctx.needs_input_grad[3]
 
