@@ -305,6 +305,8 @@ def written(tmp_path: Path, more: str, spec: str = SPEC) -> str:
             8,
             "seq_len is None or seq_len >= 2",
         ),
+        ("  w: {task: {name: ruler, kind: single_2}}\n", 8, "essay_files is not None or kind in"),
+        ("  w: {task: {name: ruler, kind: multi_key1}}\n", 8, "multikey_1"),
         ("  w: {task: {name: lambada, data_files: {required: passages}}}\n", 8, "--set evaluate.w.task.data_files=..."),
         ("  w: {task: {name: lambada, data_files: $STDLIB/abc.py, colum: a}}\n", 8, "did you mean 'column'"),
     ],
