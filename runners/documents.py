@@ -64,7 +64,10 @@ def check(task: Task) -> None:
     """Raises `UserError` if the documents of a task are not there or not as it wants them, before a trial begins."""
     from runners import tasks  # imports torch, which a launch without documents does without here
 
-    corpus.ask_hub(task)
+    try:
+        corpus.ask_hub(task)
+    except UserError as error:
+        raise UserError(f"task {task['name']}: {error}", Exit.ENVIRONMENT) from error
     tasks.build(dict(task)).documents()
 
 

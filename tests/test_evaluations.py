@@ -279,6 +279,8 @@ def test_a_hub_that_does_not_answer_is_waited_for_once_and_not_long(monkeypatch:
         for _ in range(2):
             with pytest.raises(UserError, match=told):
                 corpus.ask_hub({"dataset": told.split(":")[0]})
+    with pytest.raises(UserError, match="task lambada: dataset no/set: ValueError"):
+        documents.check({"name": "lambada", "dataset": "no/set"})
     corpus.ask_hub({"dataset": "good/set"})
     assert asked == ["slow/set", "no/set", "good/set"]
     assert time.monotonic() - start < 2
