@@ -333,13 +333,14 @@ def test_shipped_specs_are_valid_with_every_profile(name: str) -> None:
     found = load(name)
     assert not_there_yet(found) == []
     assert found.question
-    assert found.tests
+    assert found.tests or name == "latency", "a sweep that trains asks for a comparison"
     assert not [note for note in found.notes if "same model" in note]
     profiles = yaml.safe_load((library.SHIPPED / f"{name}.yaml").read_text()).get("profiles", {})
     for profile in profiles:
         patched = load(name, profile=profile, sets=WANTED.get(name))
         assert patched.sweep == f"{name}@{profile}"
-        assert {verdict_of(patched, test) for test in patched.tests} == {"can be reached"}
+        assert bool(patched.tests) == bool(found.tests)
+        assert all(verdict_of(patched, test) == "can be reached" for test in patched.tests)
 
 
 def test_the_capacity_demo_is_sized_for_a_laptop_and_its_admissions_can_differ() -> None:
