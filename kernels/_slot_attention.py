@@ -71,8 +71,6 @@ def _logits(call: Call, q: Tensor, starts: Starts) -> tuple[Tensor, Tensor]:
         T, H, call.heads_a_v, call.n_segments, starts.steps(M, K)[0],
     )  # fmt: skip
     tiles = triton.cdiv(M, call.tiles.BK)
-    if call.constants["prec"] == "tf32x3":  # a softmax makes of an error in large logits as large a relative one
-        call = call._replace(constants={**call.constants, "prec": "ieee"})
     call.launch(_logits_kernel, tiles, call.n_segments, args, PV=padded(K), BK=call.tiles.BK, has_start=starts.given)
     return x, end.mT
 

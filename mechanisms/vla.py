@@ -166,6 +166,7 @@ class Mixer(Base):
         u = unit_norm(u) * K**-0.5
         if not self.nudge:
             start = state["M"] if state else None
+            u, key = u.to(k_raw.dtype), key.to(k_raw.dtype)  # M and its inverse are in fp32 inside
             write, M = ridge_solve(u, key, self.lambda0, unit=True, initial_state=start, impl=self.shape.impl)
             return write, {"M": M}
         if state is None and self.shape.impl != "reference":
