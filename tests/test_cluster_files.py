@@ -51,6 +51,7 @@ def shims(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_slurm_script_runs_a_sweep(tmp_path: Path, shims: Path) -> None:

@@ -468,7 +468,7 @@ def start(store: Store) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.wide), signal.SIGTERM])
 def test_a_signal_stops_at_a_checkpoint(store: Store, fake: Fake, number: signal.Signals) -> None:
     process = start(store)
     process.send_signal(number)

@@ -28,6 +28,7 @@ def test_every_room_is_packaged() -> None:
             assert f'"{name}"' in text, f"{name} is not among the packages"
 
 
+@pytest.mark.wide
 def test_transformers_works_beside_our_kernels() -> None:
     """transformers asks which distribution owns `kernels` and takes one version range for Hugging Face's."""
     script = """

@@ -23,11 +23,9 @@ SHARED = 232_448
 CASES: dict[str, list[dict[str, Any]]] = {
     "linear_attention": [
         {"K": 64, "V": 64, "dtype": "bfloat16", "decay": "none", "segments": 2},
-        {"K": 33, "V": 16, "dtype": "float16", "decay": "channel", "start": True, "T": 16},
     ],
     "delta_rule": [
         {"K": 64, "V": 64, "dtype": "bfloat16", "segments": 2},
-        {"K": 33, "V": 16, "dtype": "float32", "gated": False, "apart": True},
     ],
     "log_linear_attention": [{"K": 16, "V": 16, "dtype": "float16", "beta": True, "T": 600, "C": 16}],
     "slot_attention": [{"M": 16, "K": 16, "V": 16, "dtype": "float16", "T": 16, "backward": False}],
@@ -42,6 +40,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 WIDE: dict[str, list[dict[str, Any]]] = {
     "linear_attention": [
+        {"K": 33, "V": 16, "dtype": "float16", "decay": "channel", "start": True, "T": 16},
         {"K": 33, "V": 16, "dtype": "float32", "decay": "channel", "start": True},
         {"K": 33, "V": 16, "dtype": "bfloat16", "decay": "token", "normalize": True, "start": True},
         {"K": 64, "V": 64, "dtype": "float32", "decay": "token", "normalize": True, "start": True},
@@ -52,6 +51,7 @@ WIDE: dict[str, list[dict[str, Any]]] = {
         {"K": 128, "V": 128, "dtype": "float16", "decay": "channel", "start": True},
     ],
     "delta_rule": [
+        {"K": 33, "V": 16, "dtype": "float32", "gated": False, "apart": True},
         {"K": 64, "V": 64, "dtype": "bfloat16", "apart": True, "packed": True},
         {"K": 128, "V": 128, "dtype": "bfloat16", "gated": False, "segments": 2},
         {"K": 128, "V": 128, "dtype": "float16", "apart": True},
