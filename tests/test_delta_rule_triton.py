@@ -59,13 +59,13 @@ CASES = [
     Case(129, 16, 16, "beta hard apart start"),
     Case(65, 128, 64, "beta g apart start norm"),
     Case(64, 128, 128, "beta transposed", C=32, segments=2),
-    Case(20, 200, 256, "beta g start", C=16),
     Case(33, 256, 130, "apart full"),
     Case(70, 16, 24, "beta g apart start full packed", C=16),
     Case(90, 16, 40, "beta grouped norm packed", C=16, segments=2),
 ]
 LONG = [
     Case(257, 64, 64, "beta"),
+    Case(20, 200, 256, "beta g start", C=16),
     Case(257, 256, 256, "beta hard apart start grouped norm"),
     Case(1000, 128, 128, "beta g start transposed", segments=4),
     Case(1000, 128, 64, "beta apart expanded full", segments=2),

@@ -35,7 +35,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "ridge_solve": [{"K": 64, "dtype": "bfloat16"}],
     "short_conv": [
         {"D": 384, "W": 4, "dtype": "bfloat16"},
-        {"D": 33, "W": 8, "dtype": "float32", "start": True},
     ],
 }
 WIDE: dict[str, list[dict[str, Any]]] = {
@@ -93,6 +92,7 @@ WIDE: dict[str, list[dict[str, Any]]] = {
         {"K": 33, "dtype": "float16", "packed": True},
     ],
     "short_conv": [
+        {"D": 33, "W": 8, "dtype": "float32", "start": True},
         {"D": 3072, "W": 8, "dtype": "bfloat16", "start": True},
         {"D": 128, "W": 1, "dtype": "float16", "silu": False, "start": True},
     ],

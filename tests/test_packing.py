@@ -337,7 +337,7 @@ def test_a_launch_packs_by_what_its_first_trial_shows_and_a_later_one_knows(
     assert [job.measure for job in used.jobs] == ["memory"] * 4, "what was learned stays in the store"
 
 
-@pytest.mark.parametrize("oom", [0, "split"])
+@pytest.mark.parametrize("oom", [pytest.param(0, marks=pytest.mark.wide), "split"])
 def test_memory_that_runs_out_beside_others_costs_no_try_and_no_half_batch(
     tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch, oom: int | str
 ) -> None:
