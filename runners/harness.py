@@ -10,6 +10,7 @@ them is `runners/reader.py`, as in the evaluations of a sweep. Generation is gre
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise UserError(
-        f"lm-evaluation-harness cannot be imported ({error}): pip install 'memsweep[eval]'", Exit.ENVIRONMENT
-    ) from error
+    lacks = f"lm-evaluation-harness cannot be imported ({error}): pip install 'memsweep[eval]'"
+    if __name__ == "__main__":
+        print(lacks, file=sys.stderr)
+        sys.exit(Exit.ENVIRONMENT)
+    raise UserError(lacks, Exit.ENVIRONMENT) from error
 
 
 def load(store: str, trial: str, device: torch.device) -> tuple[Trial, Model]:
