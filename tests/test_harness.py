@@ -58,9 +58,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     rows: dict[str, list[dict[str, str]]] = {
         "wikitext": [{"page": f" = Act {n} = \n \n {s} , 's ( a ) . \n é"} for n, s in enumerate(speeches[:12])],
         "lambada": [{"text": f"{s} "[:150].rsplit(" ", 1)[0]} for s in speeches[:40]] + [{"text": "a  b\nthe"}],
-        "completion": [
-            {"text": f" {s[:n]}\n", "value": v} for s in speeches[:15] for n, v in ((40, "e"), (55, "Q~"))
-        ],
+        "completion": [{"text": f" {s[:n]}\n", "value": v} for s in speeches[:15] for n, v in ((40, "e"), (55, "Q~"))],
     }
     paths = {name: folder / f"{name}.jsonl" for name in rows}
     for name, path in paths.items():
