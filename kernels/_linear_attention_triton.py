@@ -92,7 +92,8 @@ def _scan_kernel(
         c = first + (count - 1 - i if reverse else i)
         t = c * C + tl.arange(0, C)
         live = t < length
-        k_i = load_rows(k, t, k_t, live, d, K, K == BK).to(product)
+        k_i = load_rows(k, t, k_t, live, d, K, K == BK)
+        k_i = k_i if decay == "key" else k_i.to(product)
         v_i = load_rows(v, t, v_t, live, w, V, V % BV == 0).to(product)
         side_i, write, kept = 0.0, 0.0, 0.0
         if norm == "in":
@@ -147,9 +148,14 @@ def _walk(
         c = first + (count - 1 - i if reverse else i)
         t = c * C + r
         live = t < length
-        q_i = load_rows(q, t, q_t, live, d, D, D == BD).to(product)
-        k_i = load_rows(k, t, k_t, live, d, D, D == BD).to(product)
-        v_i = load_rows(v, t, v_t, live, w, W, W % BW == 0).to(product)
+        q_i = load_rows(q, t, q_t, live, d, D, D == BD)
+        k_i = load_rows(k, t, k_t, live, d, D, D == BD)
+        v_i = load_rows(v, t, v_t, live, w, W, W % BW == 0)
+        # What decays by channel is rounded once, after it: slots come in fp32
+        if decay != "key":
+            q_i, k_i = q_i.to(product), k_i.to(product)
+        if decay != "value":
+            v_i = v_i.to(product)
         G, fine, read, write, kept, side_i = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         if decay == "key":
             G, fine, read, write, kept, _ = decays(g, g_t, t, live, d, D, D == BD, C, True, reverse, exact)

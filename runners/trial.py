@@ -265,7 +265,7 @@ class _Work:
         if result is not None and missing and result["status"] == Status.COMPLETE:
             snapshot = self._final()
             if snapshot is None:
-                self.log("trained, but the final weights are gone: training again for the new evaluations")
+                self.log("trained, but the final weights are not kept: training again for the new evaluations")
                 self._set_aside("result.json")
                 result = None
         if result is None:
@@ -319,7 +319,8 @@ class _Work:
             write_json(self.folder / "result.json", self._result(fit), keep_existing=True)
             self.log(f"pruned: {fit.pruned}")
             return read_sealed(self.folder / "result.json"), None
-        checkpoints.save(self.checkpoints, checkpoints.FINAL, self._checkpoint(fit.snapshot))
+        if fit.step:  # else nothing was trained, and the seed gives the same weights again
+            checkpoints.save(self.checkpoints, checkpoints.FINAL, self._checkpoint(fit.snapshot))
         # The first commit wins: an attempt that lost its lease unseen cannot replace what a newer one wrote.
         write_json(self.folder / "result.json", self._result(fit), keep_existing=True)
         checkpoints.prune(self.checkpoints, keep=0)
