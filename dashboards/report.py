@@ -18,7 +18,7 @@ from typing import Any
 
 import jinja2
 
-from dashboards import cells, searches, style, table, words
+from dashboards import cells, columns, searches, style, table, words
 from dashboards.compare import Comparison, compare
 from dashboards.figures import draw, main_metric, title
 from dashboards.labels import bytes_text, effect_text, nearly, p_text, side, signed, verdict_text
@@ -75,7 +75,7 @@ def build(plan: Plan, store_path: Path, revision: str, out: Path, looks: int = 1
     ]
     shown["vega"] = _vega() if figures else ""
     texts = {"report.html": _render("report.html.j2", shown), "report.md": _render("report.md.j2", shown)}
-    texts["table.csv"] = results.members.to_csv(index=False)
+    texts["table.csv"] = columns.csv(columns.trials(plan, results))
     for name, text in texts.items():
         stores.write_text(out / name, text, durable=False)
     files += [out / name for name in texts]

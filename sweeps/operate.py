@@ -398,7 +398,8 @@ def export(
     from runners.store import Store
 
     opened = Store.open(stores.find(store, name))
-    data = exporting.export(opened.plan(name)[1], opened.root, form)
+    revision, plan = opened.plan(name)
+    data = exporting.export(plan, opened.root, form, revision)
     if out is None:
         if form == "parquet" and sys.stdout.isatty():
             raise UserError("Parquet is binary: give --out FILE, or pipe it")
