@@ -153,12 +153,12 @@ class Ledger:
         is_member = (membership_t.c.sweep == sweep) & (membership_t.c.revision == revision)
         query = self._rows().join(membership_t, (membership_t.c.trial == trial_t.c.id) & is_member)
         with self._read() as db:
-            return {row.id: _row(row) for row in db.execute(query.order_by(membership_t.c.position))}
+            return {row.id: read_row(row) for row in db.execute(query.order_by(membership_t.c.position))}
 
     def row(self, trial_id: str) -> Row | None:
         with self._read() as db:
             found = db.execute(self._rows().where(trial_t.c.id == trial_id)).one_or_none()
-        return _row(found) if found else None
+        return read_row(found) if found else None
 
     def _rows(self) -> sa.Select[Any]:
         expired = sa.case((trial_t.c.expires < Now(), 1), else_=0).label("expired")
@@ -428,7 +428,8 @@ def _add_columns(db: sa.Connection) -> None:
                 db.execute(sa.DDL(f"alter table {table.name} add column {column.name} {kind}"))
 
 
-def _row(row: Any) -> Row:
+def read_row(row: Any) -> Row:
+    """A row of the trial table with `expired` beside it, read with its lease."""
     status = Status(row.status)
     if status == Status.RUNNING and (row.expired or row.owner is None):
         status = Status.INTERRUPTED

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runners import checkpoints
+from runners.endings import where_diverged, why_pruned
 from runners.ledger import Ledger, Row
 from runners.mend import mend
 from runners.owner import Owner
@@ -139,10 +139,9 @@ def _trial_status(store: Store, member: Member, row: Row | None) -> TrialStatus:
         steps = (member.trial.train or {}).get("steps") if step is not None else None
     failure, error = (row.failure, row.error) if row and state == Status.FAILED else (None, None)
     if state == Status.PRUNED and result:
-        cut = result["pruned"]
-        error = f"pruned at step {result['step']}: {cut['metric']} is worse than {cut['cut_off']:.4g}"
+        error = why_pruned(result)
     if state == Status.DIVERGED and result:
-        error = _where(result.get("diverged") or {})
+        error = where_diverged(result)
     seed = member.trial.seed
     number = member.searched.number if member.searched is not None else None
     return TrialStatus(
@@ -174,15 +173,6 @@ def _state(store: Store, member: Member, row: Row | None, result: dict[str, Any]
     if is_whole:
         return Status(result["status"])
     return Status.FAILED if state == Status.FAILED else Status.PLANNED
-
-
-def _where(diverged: Mapping[str, Any]) -> str:
-    """Where a trial diverged, in words; `runners/diagnose.py` says what is in `diverged`."""
-    if "where" not in diverged:
-        return f"not finite at step {diverged['step']}" if "step" in diverged else ""
-    what, where = diverged.get("what", "value"), diverged["where"]
-    place = what if what == where else f"{what} of {where}"
-    return f"not finite at step {diverged.get('step', '?')}: {place}"
 
 
 def doctor(store: Path, *, rebuild: bool = False) -> list[Finding]:

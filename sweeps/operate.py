@@ -19,7 +19,7 @@ import typer
 
 from runners.schema import Exit, Plan, Status, UserError
 from runners.store import STORE_VARIABLE
-from sweeps import again, stores
+from sweeps import again, follow, stores
 from sweeps.types import show
 
 if TYPE_CHECKING:
@@ -309,7 +309,12 @@ def _print_report(built: Report) -> None:
 
 def status(
     name: Annotated[str | None, typer.Argument(help="One sweep; all without it.", show_default=False)] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show again every 2 s until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch", "-w", help="Follow it until Ctrl-C: progress, speed, failures, what is best; lines into a pipe."
+        ),
+    ] = False,
     as_json: JsonOption = False,
     store: StoreOption = None,
 ) -> None:
@@ -317,13 +322,14 @@ def status(
     from runners import driver
 
     folder = stores.find(store, name)
+    if watch and not as_json:
+        follow.watch(folder, name)
+        return
     while True:
         found = driver.status(folder, name)
         if as_json:
             print(json.dumps([asdict(sweep) for sweep in found], indent=1, default=str))
         else:
-            if watch and sys.stdout.isatty():
-                print("\033[H\033[2J", end="")
             for sweep in found:
                 _print_status(sweep, trials=name is not None)
             if not found:

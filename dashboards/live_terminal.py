@@ -1,0 +1,198 @@
+"""`sweep status --watch`: a sweep that redraws itself on a terminal, and speaks in lines everywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from dashboards import live_words as words
+from dashboards.live import Snapshot, leaders
+from runners.progress import clock
+from runners.recent import Tally
+from runners.schema import Status
+
+EVERY_S = 2.0
+PLAIN_EVERY_S = 10.0
+"""How often a pipe or a log gets a line, if anything is new."""
+COLOURS = {
+    Status.COMPLETE: "green",
+    Status.DIVERGED: "magenta",
+    Status.PRUNED: "cyan",
+    Status.RUNNING: "blue",
+    Status.FAILED: "red",
+    Status.INTERRUPTED: "yellow",
+    Status.PLANNED: "bright_black",
+}
+
+
+def watch(
+    look: Callable[[], Sequence[Snapshot | Tally]],
+    console: Console,
+    *,
+    rounds: int | None = None,
+    sleep: Callable[[float], Any] = time.sleep,
+) -> None:
+    """Show what `look` finds until Ctrl-C, which ends it without a word (or `rounds` times)."""
+    is_live = console.is_terminal and not console.is_dumb_terminal
+    try:
+        if is_live:
+            _redraw(look, console, rounds, sleep)
+        else:
+            _tell(look, console, rounds, sleep)
+    except KeyboardInterrupt:
+        return
+
+
+def _redraw(look: Callable[[], Sequence[Snapshot | Tally]], console: Console, rounds: int | None, sleep: Any) -> None:
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while rounds is None or rounds > 0:
+            found = look()
+            live.update(screen(found, console.width, console.height, is_plain=console.options.ascii_only), refresh=True)
+            rounds = None if rounds is None else rounds - 1
+            is_reading = any(isinstance(one, Snapshot) and one.unread for one in found)
+            sleep(EVERY_S / 4 if is_reading else EVERY_S)
+
+
+def _tell(look: Callable[[], Sequence[Snapshot | Tally]], console: Console, rounds: int | None, sleep: Any) -> None:
+    """A line a sweep when something is new, and each cause of failure once. Never wrapped: a log is for grep."""
+    last: dict[str, str] = {}
+    known: set[tuple[str, str]] = set()
+    while rounds is None or rounds > 0:
+        for one in look():
+            said = words.line(one) if isinstance(one, Snapshot) else _tally(one)
+            if last.get(one.sweep) != said:
+                last[one.sweep] = said
+                _print(console, said)
+            for cause in one.causes if isinstance(one, Snapshot) else ():
+                if (key := (one.sweep, f"{cause.kind} {cause.error}")) not in known:
+                    known.add(key)
+                    first = cause.trials[0]
+                    _print(console, f"{one.sweep}: {words.cause(cause)} ({first.cell}, seed {first.trial.seed})")
+        rounds = None if rounds is None else rounds - 1
+        sleep(PLAIN_EVERY_S)
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+    console.file.flush()
+
+
+def screen(found: Sequence[Snapshot | Tally], width: int, height: int, *, is_plain: bool = False) -> RenderableType:
+    """All of it at this size. One sweep is shown whole, several by a line each."""
+    if len(found) == 1 and isinstance(found[0], Snapshot):
+        return _sweep(found[0], width, height, is_plain)
+    table = _grid(2)
+    for one in found:
+        if isinstance(one, Tally):
+            table.add_row(Text(one.sweep, style="bold"), _cut(words_of(one)))
+    return Group(table, _cut("`sweep status NAME --watch` shows one of them", "dim"))
+
+
+def _sweep(found: Snapshot, width: int, height: int, is_plain: bool) -> RenderableType:
+    """Sections share what the screen has left: failures first, then what is best, then what runs."""
+    head: list[RenderableType] = [Text.assemble((found.sweep, "bold"), f"  revision {found.revision}")]
+    if found.question:
+        head.append(_cut(found.question, "italic"))
+    head += [_bar(found, min(width, 100) - 1, is_plain), Text(words.counts(found))]
+    done = f"{found.ended}/{found.total} done, {words.state(found)}"
+    head.append(Text(" · ".join(filter(None, [done, words.left(found)]))))
+    head += [Text(" · ".join(said)) for said in (words.speed(found), words.cards(found)) if said]
+    head += [_cut(note, "yellow") for note in words.notes(found)[:4]]
+    rooms = height - sum(_height(one, width) for one in head) - 2
+    sections: list[RenderableType] = []
+    for make, share in ((_failures, 3), (_best, 2), (_running, 1)):
+        lines = make(found, max(2, rooms // share - 2))
+        if lines:
+            sections += [Text(""), *lines]
+            rooms -= 1 + sum(_height(one, width) for one in lines)
+    return Group(*head, *sections)
+
+
+def _height(one: RenderableType, width: int) -> int:
+    if isinstance(one, Table):
+        return one.row_count
+    return -(-len(one) // max(1, width)) if isinstance(one, Text) and not one.no_wrap else 1
+
+
+def _bar(found: Snapshot, width: int, is_plain: bool) -> Text:
+    """One stretch a state, at least a character each; letters where a terminal has no blocks or no colours."""
+    text, left = Text(no_wrap=True), width
+    states = list(found.counts.items())
+    for status, n in states:
+        share = max(1, round(width * n / max(1, found.total)))
+        size = min(share, left) if (status, n) != states[-1] else left
+        text.append((words.STATES[status][0] if is_plain else "█") * max(0, size), style=COLOURS[status])
+        left -= size
+    return text
+
+
+def _failures(found: Snapshot, room: int) -> list[RenderableType]:
+    if not found.causes:
+        return []
+    lines: list[RenderableType] = [Text("failures", style="bold")]
+    for cause in found.causes[:room]:
+        first = cause.trials[0]
+        style = COLOURS[Status.DIVERGED if cause.kind == "diverged" else Status.FAILED]
+        lines.append(_cut(f"  {words.cause(cause)}  ({first.cell}, seed {first.trial.seed})", style))
+    if len(found.causes) > room:
+        lines.append(Text(f"  and {len(found.causes) - room} more causes", style="dim"))
+    return lines
+
+
+def _best(found: Snapshot, room: int) -> list[RenderableType]:
+    led = leaders(found)
+    if not led:
+        return []
+    table = _grid(3)
+    per = max(1, min(3, room // len(led)))
+    for condition, cells in list(led.items())[-room:]:
+        for place, cell in enumerate(cells[:per]):
+            table.add_row(_cut(condition if place == 0 else ""), _cut(cell.cell), Text(words.scores(cell)))
+    title = f"best so far, {found.measure.name.replace('/', ' ')}"
+    return [Text(title, style="bold"), table]
+
+
+def _running(found: Snapshot, room: int) -> list[RenderableType]:
+    if not found.running:
+        return []
+    table = _grid(4)
+    shown = sorted(found.running, key=lambda one: -one.share)[:room]
+    for one in shown:
+        share = f"{100 * one.share:3.0f}%" if one.step is not None else "    "
+        table.add_row(_cut(f"{one.cell} seed {one.seed}"), share, clock(one.seconds), _cut(_doing(one)))
+    lines: list[RenderableType] = [Text("running", style="bold"), table]
+    if len(found.running) > room:
+        lines.append(Text(f"  and {len(found.running) - room} more", style="dim"))
+    return lines
+
+
+def _doing(one: Any) -> str:
+    said = words.progress(one)
+    return said if said == "starting" else " · ".join(filter(None, [said, words.remark(one)]))
+
+
+def _tally(one: Tally) -> str:
+    return f"{one.sweep}: {words_of(one)}"
+
+
+def words_of(one: Tally) -> str:
+    """`12 complete, 4 running, 14 waiting`."""
+    order = [status for status in words.STATES if one.counts.get(status)]
+    return ", ".join(f"{one.counts[status]:,} {words.STATES[status]}" for status in order) or "no trials"
+
+
+def _grid(columns: int) -> Table:
+    table = Table.grid(padding=(0, 2), pad_edge=False)
+    for _ in range(columns):
+        table.add_column(no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _cut(text: str, style: str = "") -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
