@@ -311,9 +311,7 @@ def status(
     name: Annotated[str | None, typer.Argument(help="One sweep; all without it.", show_default=False)] = None,
     watch: Annotated[
         bool,
-        typer.Option(
-            "--watch", "-w", help="Follow it until Ctrl-C: progress, speed, failures, what is best; lines into a pipe."
-        ),
+        typer.Option("--watch", "-w", help="Follow it until Ctrl-C; lines into a pipe."),
     ] = False,
     as_json: JsonOption = False,
     store: StoreOption = None,
