@@ -269,6 +269,7 @@ def _causes(seen: _Seen, states: Mapping[str, Status]) -> list[Cause]:
         if status == Status.DIVERGED:
             ended = seen.scores.get(trial_id, row)
             kind, error = "diverged", ended.why if ended else ""
+        error = "".join(letter if letter.isprintable() else " " for letter in error)  # no escapes for a terminal
         cause = found.setdefault((kind, re.sub(r"\d+(\.\d+)?", "#", error)), Cause(kind, error, []))
         cause.trials.append(seen.members[trial_id])
     return sorted(found.values(), key=lambda one: (one.kind == "diverged", -len(one.trials)))

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from dashboards import live_words as words
 from dashboards.live import Snapshot, leaders
+from dashboards.live_pace import Running
 from runners.progress import clock
 from runners.recent import Tally
 from runners.schema import Status
@@ -83,20 +83,17 @@ def _print(console: Console, text: str) -> None:
     console.file.flush()
 
 
-def screen(found: Sequence[Snapshot | Tally], width: int, height: int, *, is_plain: bool = False) -> RenderableType:
+def screen(found: Sequence[Snapshot | Tally], width: int, height: int, *, is_plain: bool = False) -> Group:
     """All of it at this size. One sweep is shown whole, several by a line each."""
     if len(found) == 1 and isinstance(found[0], Snapshot):
         return _sweep(found[0], width, height, is_plain)
-    table = _grid(2)
-    for one in found:
-        if isinstance(one, Tally):
-            table.add_row(Text(one.sweep, style="bold"), _cut(words_of(one)))
-    return Group(table, _cut("`sweep status NAME --watch` shows one of them", "dim"))
+    tallies = [((one.sweep,), words_of(one), "") for one in found if isinstance(one, Tally)]
+    return Group(*_aligned(tallies, width), _cut("`sweep status NAME --watch` shows one of them", "dim"))
 
 
-def _sweep(found: Snapshot, width: int, height: int, is_plain: bool) -> RenderableType:
+def _sweep(found: Snapshot, width: int, height: int, is_plain: bool) -> Group:
     """Sections share what the screen has left: failures first, then what is best, then what runs."""
-    head: list[RenderableType] = [Text.assemble((found.sweep, "bold"), f"  revision {found.revision}")]
+    head: list[Text] = [Text.assemble((found.sweep, "bold"), f"  revision {found.revision}")]
     if found.question:
         head.append(_cut(found.question, "italic"))
     head += [_bar(found, min(width, 100) - 1, is_plain), Text(words.counts(found))]
@@ -105,19 +102,18 @@ def _sweep(found: Snapshot, width: int, height: int, is_plain: bool) -> Renderab
     head += [Text(" · ".join(said)) for said in (words.speed(found), words.cards(found)) if said]
     head += [_cut(note, "yellow") for note in words.notes(found)[:4]]
     rooms = height - sum(_height(one, width) for one in head) - 2
-    sections: list[RenderableType] = []
+    sections: list[Text] = []
     for make, share in ((_failures, 3), (_best, 2), (_running, 1)):
-        lines = make(found, max(2, rooms // share - 2))
+        # A section is a blank line, a heading, what it shows, and a line for what it does not.
+        lines = make(found, max(1, rooms // share - 3), width) if rooms > 3 else []
         if lines:
             sections += [Text(""), *lines]
-            rooms -= 1 + sum(_height(one, width) for one in lines)
+            rooms -= 1 + len(lines)
     return Group(*head, *sections)
 
 
-def _height(one: RenderableType, width: int) -> int:
-    if isinstance(one, Table):
-        return one.row_count
-    return -(-len(one) // max(1, width)) if isinstance(one, Text) and not one.no_wrap else 1
+def _height(one: Text, width: int) -> int:
+    return 1 if one.no_wrap else max(1, -(-len(one) // width))
 
 
 def _bar(found: Snapshot, width: int, is_plain: bool) -> Text:
@@ -132,47 +128,46 @@ def _bar(found: Snapshot, width: int, is_plain: bool) -> Text:
     return text
 
 
-def _failures(found: Snapshot, room: int) -> list[RenderableType]:
+def _failures(found: Snapshot, room: int, width: int) -> list[Text]:
     if not found.causes:
         return []
-    lines: list[RenderableType] = [Text("failures", style="bold")]
+    lines: list[Text] = [Text("failures", style="bold")]
     for cause in found.causes[:room]:
         first = cause.trials[0]
         style = COLOURS[Status.DIVERGED if cause.kind == "diverged" else Status.FAILED]
         lines.append(_cut(f"  {words.cause(cause)}  ({first.cell}, seed {first.trial.seed})", style))
     if len(found.causes) > room:
-        lines.append(Text(f"  and {len(found.causes) - room} more causes", style="dim"))
+        lines.append(Text(f"  and {len(found.causes) - room} more", style="dim"))
     return lines
 
 
-def _best(found: Snapshot, room: int) -> list[RenderableType]:
+def _best(found: Snapshot, room: int, width: int) -> list[Text]:
     led = leaders(found)
     if not led:
         return []
-    table = _grid(3)
     per = max(1, min(3, room // len(led)))
-    for condition, cells in list(led.items())[-room:]:
-        for place, cell in enumerate(cells[:per]):
-            table.add_row(_cut(condition if place == 0 else ""), _cut(cell.cell), Text(words.scores(cell)))
+    shown = [cell for cells in list(led.values())[-room:] for cell in cells[:per]]
+    rows = [((words.scores(cell),), cell.cell, "") for cell in shown]
     title = f"best so far, {found.measure.name.replace('/', ' ')}"
-    return [Text(title, style="bold"), table]
+    return [Text(title, style="bold"), *_aligned(rows, width)]
 
 
-def _running(found: Snapshot, room: int) -> list[RenderableType]:
+def _running(found: Snapshot, room: int, width: int) -> list[Text]:
     if not found.running:
         return []
-    table = _grid(4)
     shown = sorted(found.running, key=lambda one: -one.share)[:room]
-    for one in shown:
-        share = f"{100 * one.share:3.0f}%" if one.step is not None else "    "
-        table.add_row(_cut(f"{one.cell} seed {one.seed}"), share, clock(one.seconds), _cut(_doing(one)))
-    lines: list[RenderableType] = [Text("running", style="bold"), table]
+    rows = [((_share(one), clock(one.seconds)), f"{one.cell}, seed {one.seed}", _doing(one)) for one in shown]
+    lines: list[Text] = [Text("running", style="bold"), *_aligned(rows, width)]
     if len(found.running) > room:
         lines.append(Text(f"  and {len(found.running) - room} more", style="dim"))
     return lines
 
 
-def _doing(one: Any) -> str:
+def _share(one: Running) -> str:
+    return f"{100 * one.share:.0f}%" if one.step is not None else ""
+
+
+def _doing(one: Running) -> str:
     said = words.progress(one)
     return said if said == "starting" else " · ".join(filter(None, [said, words.remark(one)]))
 
@@ -187,11 +182,17 @@ def words_of(one: Tally) -> str:
     return ", ".join(f"{one.counts[status]:,} {words.STATES[status]}" for status in order) or "no trials"
 
 
-def _grid(columns: int) -> Table:
-    table = Table.grid(padding=(0, 2), pad_edge=False)
-    for _ in range(columns):
-        table.add_column(no_wrap=True, overflow="ellipsis")
-    return table
+def _aligned(rows: Sequence[tuple[tuple[str, ...], str, str]], width: int) -> list[Text]:
+    """Lines of (what is never cut off, a name, the rest): on a narrow screen the rest gives way, then the name."""
+    firsts = [max(map(len, column)) for column in zip(*(row[0] for row in rows), strict=True)]
+    left = max(10, width - sum(firsts) - 2 * len(firsts) - 2)
+    names = min(max(len(name) for _, name, _ in rows), left * 3 // 5 if any(rest for *_, rest in rows) else left)
+    lines = []
+    for fixed, name, rest in rows:
+        head = "  ".join(f"{text:>{size}}" for text, size in zip(fixed, firsts, strict=True))
+        short = name if len(name) <= names else name[: names - 1] + "…"
+        lines.append(_cut(f"  {head}  {short:<{names}}  {rest}".rstrip()))
+    return lines
 
 
 def _cut(text: str, style: str = "") -> Text:

@@ -54,7 +54,7 @@ def state(found: Snapshot) -> str:
         return "all ended"
     if found.ended + found.failed == found.total:
         return f"ended, {found.failed} failed"
-    return "nothing is running"
+    return f"nothing is running: `sweep resume {found.sweep}` goes on"
 
 
 def speed(found: Snapshot) -> list[str]:
