@@ -1,9 +1,10 @@
 // Figures become interactive where scripts run; without them the SVG that is already there stays.
-for (const chart of document.querySelectorAll(".chart")) {
+for (const chart of document.querySelectorAll(".drawing")) {
   const spec = JSON.parse(document.getElementById(chart.dataset.spec).textContent);
-  const actions = { export: true, source: false, compiled: false, editor: false };
   const live = document.createElement("div");
-  window.vegaEmbed(live, spec, { actions, renderer: "svg" })
+  // The chart's label and table say it better than a walk through its marks.
+  live.ariaHidden = "true";
+  window.vegaEmbed(live, spec, { actions: false, renderer: "svg" })
     .then(() => chart.replaceChildren(live))
     .catch((error) => console.error(chart.dataset.spec, error));
 }

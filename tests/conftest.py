@@ -13,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Commands remember the stores that they launch in: not those of tests.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="memsweep-test-state-")
 
+import browser
 import postgres
 import pytest
 import s3
@@ -112,6 +113,16 @@ def s3_bucket() -> Iterator[str]:
         pytest.skip(why_not)
     with s3.server() as url:
         yield url
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[browser.Browser]:
+    """A real browser; the test is skipped where Playwright or Chromium is missing."""
+    why_not = browser.missing()
+    if why_not:
+        pytest.skip(why_not)
+    with browser.chromium() as found:
+        yield found
 
 
 @pytest.fixture(scope="session")
