@@ -136,6 +136,11 @@ class Follower:
         member = seen.members.get(trial_id)
         return (member, seen.rows.get(trial_id)) if member is not None else None
 
+    def attempts(self, trial_id: str) -> list[Attempt]:
+        """The trial's attempts, oldest first."""
+        found = [one for one in self._attempts.values() if one.trial == trial_id]
+        return sorted(found, key=lambda one: one.number)
+
     def look(self, read_s: float = READ_S) -> Snapshot:
         """How the sweep stands now; reads results for about `read_s` at most."""
         seen, now = self._revision(), self._clock()

@@ -41,6 +41,12 @@ def gib(n: float) -> str:
     return f"{n / 2**30:.1f}" if n < 100 * 2**30 else f"{n / 2**30:.0f}"
 
 
+def headline(found: Snapshot) -> str:
+    """`16 of 40 done, 3 failed`: changes only when a trial ends."""
+    done = f"{found.ended:,} of {found.total:,} done"
+    return f"{done}, {found.failed:,} failed" if found.failed else done
+
+
 def counts(found: Snapshot) -> str:
     """`12 complete, 4 running, 14 waiting`."""
     return ", ".join(f"{n:,} {STATES[status]}" for status, n in found.counts.items()) or "no trials"
@@ -84,6 +90,15 @@ def _card(card: Card) -> str:
     busy = f", busy {100 * card.busy:.0f}% of one" if card.busy is not None else ""
     trials = f"{card.trials} trial{'' if card.trials == 1 else 's'}"
     return f"{card.name}: {gib(card.memory_bytes)} GiB by {trials} (a card has {gib(card.card_bytes)}){busy}"
+
+
+def size(n: float) -> str:
+    """`16 KiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1024
+    return f"{n:.3g} GiB"
 
 
 def progress(one: Running) -> str:
