@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import platform
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from runners.schema import UserError
+from runners.store import STORE_VARIABLE
+from sweeps import stores
 
 if TYPE_CHECKING:
     from dashboards.live import Snapshot
+    from dashboards.live_site import Site
     from runners.recent import Tally
 
 
@@ -29,3 +41,47 @@ def watch(folder: Path, name: str | None) -> None:
         return [follower.look()] if follower is not None else tallies(store)
 
     live_terminal.watch(look, Console(highlight=False, markup=False))
+
+
+def dashboard(
+    name: Annotated[
+        str | None, typer.Argument(help="Sweep to begin with; the list of all without it.", show_default=False)
+    ] = None,
+    store: StoreOption = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port.", show_default="8270, or a free one")] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; others than this machine's own are open to everybody.")
+    ] = "127.0.0.1",
+) -> None:
+    """Follow running sweeps on a local web page: progress, curves, results and failures, from the store alone."""
+    from urllib.parse import quote
+
+    from dashboards.live_server import Server
+    from dashboards.live_site import Site
+    from runners.store import Store
+
+    opened = Store.open(stores.find(store, name))
+    if name is not None:
+        opened.revisions(name) or opened.plan(name)  # an unknown name is told with those there are
+    site = Site(opened)
+    with Server(site, host, port) as server:
+        bound = server.server_address[1]
+        if server.is_open:
+            print(
+                f"warning: with --host {host} everybody who reaches port {bound} of this machine reads the settings, "
+                "logs and results of this store; there is no password",
+                file=sys.stderr,
+            )
+        print(f"dashboard: {server.url}{f'/sweep/{quote(name)}' if name else ''} (Ctrl-C ends it)")
+        if "SSH_CONNECTION" in os.environ and not server.is_open:
+            print(f"from the machine you sit at: ssh -L {bound}:127.0.0.1:{bound} {platform.node()}")
+        sys.stdout.flush()
+        if name is not None:  # a plan of ten thousand trials takes a moment: while the browser opens
+            threading.Thread(target=_open, args=(site, name), daemon=True).start()
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+def _open(site: Site, name: str) -> None:
+    with contextlib.suppress(UserError, OSError):  # the page says it
+        site.open(name)
