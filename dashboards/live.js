@@ -2,7 +2,7 @@
 // positions and hidden curves stay. Nodes with data-key are matched by it; those with data-own are left alone.
 "use strict";
 
-const KEPT = { DETAILS: ["open"], BUTTON: ["aria-pressed"], PATH: ["class"], path: ["class"] };
+const KEPT = { DETAILS: ["open"] };
 const key = (node) => (node.nodeType === 1 ? node.getAttribute("data-key") : null);
 const matches = (a, b) => a.nodeType === b.nodeType && a.nodeName === b.nodeName && key(a) === key(b);
 
@@ -40,18 +40,18 @@ function morph(old, now) {
 // ---- curves -----------------------------------------------------------------------------------------------------
 
 const hidden = new Set();
-let at = null;
+let lit = null;
+let at = null; // where the reader points, 0 to 1
 const curves = () => [...document.querySelectorAll("#plot .curve")];
 
-function applyHidden() {
-  for (const curve of curves()) curve.classList.toggle("off", hidden.has(curve.dataset.key));
+function applyChoices() {
+  document.getElementById("plot")?.classList.toggle("faded", lit !== null);
+  for (const curve of curves()) {
+    curve.classList.toggle("off", hidden.has(curve.dataset.key));
+    curve.classList.toggle("lit", curve.dataset.key === lit);
+  }
   for (const button of document.querySelectorAll("[data-curve]"))
     button.setAttribute("aria-pressed", String(!hidden.has(button.dataset.curve)));
-}
-
-function light(trial) {
-  document.getElementById("plot")?.classList.toggle("faded", trial !== null);
-  for (const curve of curves()) curve.classList.toggle("lit", curve.dataset.key === trial);
 }
 
 function drawn(name, attributes) {
@@ -65,27 +65,26 @@ function readOut() {
   const cursor = document.getElementById("cursor");
   const readout = document.getElementById("readout");
   if (!cursor || !readout) return;
-  cursor.replaceChildren();
-  readout.replaceChildren();
+  const marks = [];
+  const said = [];
   const lines = curves().filter((curve) => !hidden.has(curve.dataset.key));
-  if (at === null || !lines.length) return;
-  const points = lines.map((curve) => JSON.parse(curve.dataset.points));
-  const near = points.map((row) => row.reduce((a, b) => (Math.abs(b[2] - at) < Math.abs(a[2] - at) ? b : a)));
-  const first = near.reduce((a, b) => (Math.abs(b[2] - at) < Math.abs(a[2] - at) ? b : a));
-  const x = 1000 * first[2];
-  cursor.append(drawn("line", { class: "line", x1: x, x2: x, y1: 0, y2: 1000 }));
-  const title = document.createElement("b");
-  title.textContent = `step ${first[0].toLocaleString("en")}`;
-  readout.append(title);
-  near.forEach((point, i) => {
-    if (Math.abs(point[2] - first[2]) > 0.05) return; // a curve that is not here yet, or no longer
-    const colour = [...lines[i].classList].find((name) => /^c\d$/.test(name));
-    const place = `M${1000 * point[2]} ${1000 * point[3]}h0.01`;
-    cursor.append(drawn("path", { class: `dot ${colour}`, d: place }));
-    const said = document.createElement("span");
-    said.textContent = `${lines[i].dataset.label}: ${point[1]}`;
-    readout.append(said);
-  });
+  if (at !== null && lines.length) {
+    const away = (point) => Math.abs(point[2] - at);
+    const near = lines.map((line) => JSON.parse(line.dataset.points).reduce((a, b) => (away(b) < away(a) ? b : a)));
+    const first = near.reduce((a, b) => (away(b) < away(a) ? b : a));
+    const x = 1000 * first[2];
+    marks.push(drawn("line", { class: "line", x1: x, x2: x, y1: 0, y2: 1000 }));
+    said.push(["b", `step ${first[0].toLocaleString("en")}`]);
+    near.forEach(([, value, across, down], i) => {
+      if (Math.abs(across - first[2]) > 0.05) return; // a curve that is not here yet, or no longer
+      const colour = [...lines[i].classList].find((name) => /^c\d$/.test(name));
+      marks.push(drawn("path", { class: `dot ${colour}`, d: `M${1000 * across} ${1000 * down}h0.01` }));
+      said.push(["span", `${lines[i].dataset.label}: ${value}`]);
+    });
+  }
+  cursor.replaceChildren(...marks);
+  if (said.map(([, text]) => text).join("") === readout.textContent) return; // nothing new to be read aloud
+  readout.replaceChildren(...said.map(([name, text]) => Object.assign(document.createElement(name), { textContent: text })));
 }
 
 document.addEventListener("pointermove", (event) => {
@@ -107,12 +106,18 @@ document.addEventListener("click", (event) => {
   if (!button) return;
   const trial = button.dataset.curve;
   if (!hidden.delete(trial)) hidden.add(trial);
-  applyHidden();
+  applyChoices();
   readOut();
 });
 for (const [begin, end] of [["pointerover", "pointerout"], ["focusin", "focusout"]]) {
-  document.addEventListener(begin, (event) => light(event.target.closest?.("[data-curve]")?.dataset.curve ?? null));
-  document.addEventListener(end, () => light(null));
+  document.addEventListener(begin, (event) => {
+    lit = event.target.closest?.("[data-curve]")?.dataset.curve ?? null;
+    applyChoices();
+  });
+  document.addEventListener(end, () => {
+    lit = null;
+    applyChoices();
+  });
 }
 
 // ---- following --------------------------------------------------------------------------------------------------
@@ -136,11 +141,12 @@ async function refresh() {
   tag = answer.headers.get("ETag");
   document.title = page.title;
   morph(document.getElementById("main"), page.getElementById("main"));
-  applyHidden();
+  applyChoices();
   if (at !== null) readOut();
 }
 
 async function follow() {
+  if (document.getElementById("main").dataset.next === "0") return; // a page that is not there
   if (!paused && !document.hidden) {
     try {
       await refresh();
@@ -159,5 +165,5 @@ pause.addEventListener("click", () => {
   pause.textContent = paused ? "Go on" : "Pause";
   if (paused) document.getElementById("updated").textContent = "Paused";
 });
-applyHidden();
+applyChoices();
 follow();

@@ -134,12 +134,12 @@ class Site:
                 del self._followed[next(iter(self._followed))]
             return followed
 
-    def _page(self, template: str, status: int = 200, **values: Any) -> Answer:
+    def _page(self, template: str, code: int = 200, **values: Any) -> Answer:
         text = self._pages.get_template(template).render(store=self.store.root, **values)
-        return Answer(status, "text/html", text.encode())
+        return Answer(code, "text/html", text.encode())
 
-    def _error(self, status: int, text: str) -> Answer:
-        return self._page("live_error.html.j2", status, text=text)
+    def _error(self, code: int, text: str) -> Answer:
+        return self._page("live_error.html.j2", code, text=text, status=code)
 
     def _list(self) -> Answer:
         return self._page("live_list.html.j2", sweeps=tallies(self.store))

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from runners.schema import Exit, UserError
-from sweeps import bench, care, operate
+from sweeps import bench, care, follow, operate
 from sweeps.operate import JobsOption, JsonOption, OnlyOption, ProfileOption, SetOption, SpecArgument, StoreOption
 
 app = typer.Typer(
@@ -140,6 +140,7 @@ def specs_ls(as_json: JsonOption = False) -> None:
 
 
 operate.add_commands(app)
+follow.add_commands(app)
 care.add_commands(app)
 app.add_typer(specs_app, name="specs")
 app.add_typer(bench.app, name="bench")

@@ -14,13 +14,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from runners.schema import UserError
-from runners.store import STORE_VARIABLE
 from sweeps import stores
+from sweeps.operate import StoreOption
 
 if TYPE_CHECKING:
     from dashboards.live import Snapshot
     from dashboards.live_site import Site
     from runners.recent import Tally
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Register this file's command on the command line."""
+    app.command()(dashboard)
 
 
 def watch(folder: Path, name: str | None) -> None:

@@ -19,7 +19,7 @@ import typer
 
 from runners.schema import Exit, Plan, Status, UserError
 from runners.store import STORE_VARIABLE
-from sweeps import again, follow, stores
+from sweeps import again, stores
 from sweeps.types import show
 
 if TYPE_CHECKING:
@@ -321,6 +321,8 @@ def status(
 
     folder = stores.find(store, name)
     if watch and not as_json:
+        from sweeps import follow
+
         follow.watch(folder, name)
         return
     while True:
