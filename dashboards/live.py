@@ -7,16 +7,19 @@ on which trials ended and opens a trial's folder when the ledger says something 
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dashboards.live_pace import Pace, Running, Speed, measure, read_meter, tokens_a_step
+from dashboards.live_pace import Running, Speed, measure, read_meter, tokens_a_step
 from dashboards.live_scores import Measure, Scores, measure_of
+from dashboards.live_snapshot import ORDER, Cause, Cell, Snapshot, condition_of
 from runners.ledger import Row
 from runners.recent import Attempt, Recent, reading
 from runners.schema import Member, Plan, Status
@@ -25,82 +28,6 @@ from runners.store import Store
 
 READ_S = 0.3
 """How long one look may read results."""
-ORDER = (
-    Status.COMPLETE,
-    Status.DIVERGED,
-    Status.PRUNED,
-    Status.RUNNING,
-    Status.FAILED,
-    Status.INTERRUPTED,
-    Status.PLANNED,
-)
-"""In which order states are told."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """The trials of one cell: their scores by seed, as far as they are known."""
-
-    arm: str
-    cell: str
-    condition: str
-    state_bytes: int
-    planned: int
-    scores: dict[int, float]
-    diverged: int
-    best_trial: str | None
-
-    @property
-    def mean(self) -> float | None:
-        return sum(self.scores.values()) / len(self.scores) if self.scores else None
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Trials that ended badly in the same way. `kind` is oom, infra, error, or diverged; `error` one of their lines."""
-
-    kind: str
-    error: str
-    trials: list[Member]
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A sweep at one moment. `unread`: results that are there and not read yet."""
-
-    sweep: str
-    revision: int
-    question: str
-    at: float
-    measure: Measure
-    counts: dict[Status, int]
-    running: list[Running]
-    cells: list[Cell]
-    causes: list[Cause]
-    pace: Pace
-    searches: list[State]
-    unread: int
-    has_ledger: bool
-    backlog: str | None = None
-    changed: float | None = None
-    """When an attempt last began or ended, in seconds since 1970."""
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
-    @property
-    def ended(self) -> int:
-        """Trials with nothing left to run, well or badly."""
-        return sum(n for status, n in self.counts.items() if status.is_done)
-
-    @property
-    def failed(self) -> int:
-        return self.counts.get(Status.FAILED, 0)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.ended == self.total
 
 
 @dataclass
@@ -182,7 +109,8 @@ class Follower:
         """The newest frozen plan: a later launch may bring a new one while this looks."""
         newest = max(self.store.revisions(self.sweep), default=0)
         if self._seen is None or self._seen.revision != newest:
-            revision, plan = self.store.plan(self.sweep)
+            with _uncollected():
+                revision, plan = self.store.plan(self.sweep)
             searches = Searches(plan, self.store) if plan.searches else None
             measured = measure_of(plan)
             scores = Scores(self.store, measured)
@@ -247,6 +175,18 @@ class Follower:
         self.points = {key: said for key, said in self.points.items() if key[0] in running}
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A plan of ten thousand trials is many objects that all stay: looking for garbage among them takes as long."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def _ended(seen: _Seen) -> Iterator[tuple[Member, Row]]:
     """Trials whose folder may hold a result: also where a driver died before it took the result in."""
     for trial_id, row in seen.rows.items():
@@ -291,21 +231,3 @@ def _cell(members: list[Member], states: Mapping[str, Status], seen: _Seen) -> C
     diverged = sum(states[member.trial.id] == Status.DIVERGED for member in members)
     scores = {trial.seed: score for score, trial in scored}
     return Cell(first.arm, first.cell, condition_of(first), first.state_bytes, len(members), scores, diverged, best)
-
-
-def condition_of(member: Member) -> str:
-    """`seq_len 64, n_pairs 16`: the task's own part of what varies. Scores of two conditions do not compare."""
-    parts = [f"{path.rsplit('.', 1)[-1]} {value}" for path, value in member.varying.items() if path.startswith("task")]
-    return ", ".join(parts)
-
-
-def leaders(snapshot: Snapshot) -> dict[str, list[Cell]]:
-    """Cells with a score by condition, in plan order, the best mean first."""
-    found: dict[str, list[Cell]] = {}
-    for cell in snapshot.cells:
-        if cell.scores:
-            found.setdefault(cell.condition, []).append(cell)
-    sign = snapshot.measure.sign
-    for cells in found.values():
-        cells.sort(key=lambda cell: -sign * (cell.mean or 0.0))
-    return found

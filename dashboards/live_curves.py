@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dashboards.live import Follower, Snapshot, leaders
+from dashboards.live import Follower
+from dashboards.live_snapshot import Snapshot, leaders
 from dashboards.live_words import number
 from runners.store import read_points
 

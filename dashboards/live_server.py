@@ -86,9 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not self.server.allows(self.headers.get("Host")):
-            text = (
-                "This server answers to localhost, to addresses and to the name of --host, not to this one.\n"
-            )
+            text = "This server answers to localhost, to addresses and to the name of --host, not to this one.\n"
             self._send(Answer(403, "text/plain", text.encode()))
             return
         self._send(self.server.site.answer(self.path))

@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote
 
 import jinja2
 
 from dashboards import live_words as words
-from dashboards.live import Cell, Follower, Snapshot, leaders
+from dashboards.live import READ_S, Follower
 from dashboards.live_curves import Curves
+from dashboards.live_snapshot import Cell, Snapshot, leaders
 from runners.progress import clock
 from runners.recent import Attempt, tallies
 from runners.schema import Member, Status, UserError
@@ -43,6 +44,8 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
+FIRST_READ_S = 0.1
+"""How long the first page waits for results; it asks again after half a second while some are unread."""
 LOOK_EVERY_S = 1.0
 """Pages that ask sooner share one look."""
 FOLLOWED = 6
@@ -80,7 +83,7 @@ class _Followed:
     def look(self) -> Snapshot:
         """The newest snapshot, at most LOOK_EVERY_S old. Call it under the lock."""
         if self.found is None or time.monotonic() - self.looked >= LOOK_EVERY_S:
-            self.found = self.follower.look()
+            self.found = self.follower.look(FIRST_READ_S if self.found is None else READ_S)
             self.looked = time.monotonic()
         return self.found
 
@@ -99,12 +102,12 @@ class Site:
 
     def answer(self, target: str) -> Answer:
         """The answer to GET `target`. Never raises."""
-        parts = urlsplit(target)
-        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        path, _, asked = target.partition("?")
+        query = {name: values[-1] for name, values in parse_qs(asked).items()}
         try:
-            if parts.path in FILES:
-                return Answer(200, FILES[parts.path], (HERE / parts.path[1:]).read_bytes())
-            match [unquote(part) for part in parts.path.split("/")[1:]]:
+            if path in FILES:
+                return Answer(200, FILES[path], (HERE / path[1:]).read_bytes())
+            match [unquote(part) for part in path.split("/")[1:]]:
                 case [""]:
                     return self._list()
                 case ["sweep", name]:
@@ -117,9 +120,14 @@ class Site:
         except OSError as error:
             return self._error(503, f"The store cannot be read: {error}")
 
-    def open(self, sweep: str) -> None:
-        """Read a sweep's plan and first results, so that its page is there when it is asked for."""
-        followed = self._follow(sweep)
+    def open(self, sweep: str | None = None) -> None:
+        """Read a sweep's plan (of the one that changed last) before somebody asks for its page, and the templates."""
+        for name in ("live_sweep.html.j2", "live_trial.html.j2", "live_list.html.j2"):
+            self._pages.get_template(name)
+        newest = sweep or next((one.sweep for one in tallies(self.store)), None)
+        if newest is None:
+            return
+        followed = self._follow(newest)
         with followed.lock:
             followed.look()
 

@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.text import Text
 
 from dashboards import live_words as words
-from dashboards.live import Snapshot, leaders
 from dashboards.live_pace import Running
+from dashboards.live_snapshot import Snapshot, leaders
 from runners.progress import clock
 from runners.recent import Tally
 from runners.schema import Status

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dashboards.live import Cause, Cell, Snapshot, leaders
 from dashboards.live_pace import Card, Running
+from dashboards.live_snapshot import Cause, Cell, Snapshot, leaders
 from runners.progress import clock
 from runners.schema import Status
 from runners.search import State

@@ -18,8 +18,8 @@ from sweeps import stores
 from sweeps.operate import StoreOption
 
 if TYPE_CHECKING:
-    from dashboards.live import Snapshot
     from dashboards.live_site import Site
+    from dashboards.live_snapshot import Snapshot
     from runners.recent import Tally
 
 
@@ -81,12 +81,12 @@ def dashboard(
         if "SSH_CONNECTION" in os.environ and not server.is_open:
             print(f"from the machine you sit at: ssh -L {bound}:127.0.0.1:{bound} {platform.node()}")
         sys.stdout.flush()
-        if name is not None:  # a plan of ten thousand trials takes a moment: while the browser opens
-            threading.Thread(target=_open, args=(site, name), daemon=True).start()
+        # A plan of ten thousand trials takes a second to read: while the browser opens.
+        threading.Thread(target=_open, args=(site, name), daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
 
 
-def _open(site: Site, name: str) -> None:
+def _open(site: Site, name: str | None) -> None:
     with contextlib.suppress(UserError, OSError):  # the page says it
         site.open(name)

@@ -20,9 +20,10 @@ from rich.console import Console
 
 from dashboards import figures, live_terminal
 from dashboards import live_words as words
-from dashboards.live import Follower, leaders
+from dashboards.live import Follower
 from dashboards.live_pace import Speed, tokens_a_step
 from dashboards.live_scores import measure_of
+from dashboards.live_snapshot import leaders
 from runners import overview
 from runners.recent import reading, tallies
 from runners.schema import Failure, Member, Plan, Status
@@ -152,9 +153,10 @@ def test_what_runs(moving: Moving) -> None:
     follower, (a, b, *_) = follow(moving), moving.plan.members
     moving.start(a, card=CARD, gpu=0.25)
     moving.start(b, gpu=0.25)
-    moving.tell(a, 50, when=time.time() - 4)
+    now = time.time()
+    moving.tell(a, 50, when=now - 4)
     follower.look()
-    moving.tell(a, 90, when=time.time() - 2)
+    moving.tell(a, 90, when=now - 2)
     found = follower.look()
     running = {one.trial: one for one in found.running}
     one = running[a.trial.id]
