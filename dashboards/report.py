@@ -22,6 +22,7 @@ from dashboards import cells, columns, searches, style, table, words
 from dashboards.compare import Comparison, compare
 from dashboards.figures import draw, main_metric, title
 from dashboards.labels import bytes_text, effect_text, nearly, p_text, side, signed, verdict_text
+from dashboards.outcome import outcome
 from dashboards.stats import Verdict
 from runners import store as stores
 from runners.ledger import Ledger
@@ -75,11 +76,12 @@ def build(plan: Plan, store_path: Path, revision: str, out: Path, looks: int = 1
     ]
     shown["vega"] = _vega() if figures else ""
     texts = {"report.html": _render("report.html.j2", shown), "report.md": _render("report.md.j2", shown)}
+    warnings = tuple(filter(None, [shown["unfinished"], *shown["notes"]]))
+    texts["report.json"] = outcome(plan, revision, shown["answer"], results.counts(), comparisons, warnings)
     texts["table.csv"] = columns.csv(columns.trials(plan, results))
     for name, text in texts.items():
         stores.write_text(out / name, text, durable=False)
     files += [out / name for name in texts]
-    warnings = tuple(filter(None, [shown["unfinished"], *shown["notes"]]))
     return Report(out / "report.html", tuple(files), shown["answer"], results.counts(), warnings, tuple(comparisons))
 
 

@@ -108,7 +108,7 @@ def sync(
     A report that lies in the store is put back where MLflow has lost it.
     `restore` makes runs again that were deleted in the UI. Raises `UserError` if the server cannot be reached.
     """
-    from runners import record
+    from runners import record, summary_run
 
     opened = Store.open(store)
     uri = tracking.resolve_uri(opened, tracking_uri)
@@ -134,7 +134,7 @@ def sync(
             except Exception as error:
                 raise UserError(f"MLflow: {tracking.explain(error, uri, opened)}", Exit.ENVIRONMENT) from error
             ledger.set_projector(projection.key, name, problem=None)
-            problem = record.put_report_back(opened, plan, revision, tracking_uri=tracking_uri, restore=restore)
+            problem = summary_run.put_report_back(opened, plan, revision, tracking_uri=tracking_uri, restore=restore)
             if problem:
                 say(f"{name}: the report is not in MLflow: {problem}")
     finally:

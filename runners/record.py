@@ -16,22 +16,24 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from runners import checkpoints
+from runners import checkpoints, usage
 from runners.ledger import RENEW_S, Ledger, Row
+from runners.names import to_mlflow
 from runners.owner import Owner
-from runners.run_state import MARK, TAG, Run, State, metric_name, shared_view, user
+from runners.run_state import MARK, NOTE, TAG, Run, State, shared_view
 from runners.schema import Member, Plan, Status, UserError
 from runners.search import Searches
 from runners.store import Store, read_points
-from runners.tracking import behind, command, explain, key, probe, resolve_uri
+from runners.tracking import behind, command, explain, key, probe
 
 BATCH = 1000
 """Most metrics in one call: MLflow's own limit."""
@@ -70,14 +72,14 @@ def make_client(uri: str) -> Any:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    with _set_up_lock(uri):
+    with set_up_lock(uri):
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
     return client
 
 
 @contextlib.contextmanager
-def _set_up_lock(uri: str) -> Iterator[None]:
+def set_up_lock(uri: str) -> Iterator[None]:
     if not uri.startswith("sqlite:///"):
         yield
         return
@@ -178,7 +180,7 @@ class Projection:
         made = client.create_experiment(name, artifact_location=location)
         self._ledger.forget_projections(self.key, name)
         self._mark(client, made, str(uuid.uuid4()))
-        client.set_experiment_tag(made, "mlflow.note.content", self._plan.question)
+        client.set_experiment_tag(made, NOTE, self._plan.question)
         # MLflow's word for an experiment of training runs (others hold traces of chat models).
         client.set_experiment_tag(made, "mlflow.experimentKind", "custom_model_development")
         return str(made)
@@ -190,7 +192,7 @@ class Projection:
     def _adopt(self, client: Any) -> None:
         """Ask the server which runs there are and what they have been sent."""
         self._runs = {}
-        for run in sorted(_all_runs(client, self._experiment), key=lambda run: (run.info.start_time, run.info.run_id)):
+        for run in sorted(all_runs(client, self._experiment), key=lambda run: (run.info.start_time, run.info.run_id)):
             trial_id = run.data.tags.get(TAG + "trial_id")
             if trial_id and run.data.tags.get(TAG + "kind") == "trial":
                 self._runs.setdefault(trial_id, Run.read(run))
@@ -234,6 +236,8 @@ class Projection:
         if run.mark == state.mark:
             return False
         self._send_points(run, state)
+        self._send_usage(run, state)
+        self._send_inputs(run, state)
         self._send_state(run, state)
         return True
 
@@ -261,13 +265,38 @@ class Projection:
         for step, metrics, moment in read_points(state.folder, up_to=-1 if state.step is None else state.step):
             if step <= run.sent_step:
                 continue
-            named = {metric_name(name): value for name, value in metrics.items()}
+            named = {to_mlflow(name): value for name, value in metrics.items()}
             new = {name: value for name, value in named.items() if step not in self._steps(run, name)}
             batch += [Metric(name, value, int(moment * 1000), step) for name, value in new.items()]
             if len(batch) >= BATCH - 100:
                 self._log(run, batch)
                 batch = []
         self._log(run, batch)
+
+    def _send_usage(self, run: Run, state: State) -> None:
+        from mlflow.entities import Metric
+
+        points = usage.read(state.folder)
+        names = {name for _, _, metrics in points for name in metrics}
+        last = {name: max(self._steps(run, name), default=-1) for name in names}
+        batch = [
+            Metric(name, value, int(moment * 1000), second)
+            for second, moment, metrics in points
+            for name, value in metrics.items()
+            if second > last[name]
+        ]
+        self._log(run, batch)
+
+    def _send_inputs(self, run: Run, state: State) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        new = [one for one in state.inputs() if (one.name, one.digest) not in run.inputs]
+        if new:
+            sets = [Dataset(one.name, one.digest, one.source_type, one.source, None, one.profile) for one in new]
+            tags = [[InputTag("mlflow.data.context", one.context)] for one in new]
+            told = [DatasetInput(dataset, tag) for dataset, tag in zip(sets, tags, strict=True)]
+            self._client.log_inputs(run.id, datasets=told)
+            run.inputs |= {(one.name, one.digest) for one in new}
 
     def _steps(self, run: Run, name: str) -> set[int]:
         """The steps at which the run has the metric."""
@@ -277,6 +306,7 @@ class Projection:
         return run.steps[name]
 
     def _log(self, run: Run, batch: list[Any]) -> None:
+        batch = [point for point in batch if math.isfinite(point.value)]  # others' files may hold NaN
         for first in range(0, len(batch), BATCH):
             part = batch[first : first + BATCH]
             try:
@@ -370,77 +400,7 @@ class Projector(threading.Thread):
         return self._projection.behind(self._problem) if self._problem else None
 
 
-def log_report(
-    store: Store, plan: Plan, revision: int, folder: Path, tags: Mapping[str, str], *, tracking_uri: str | None = None
-) -> str | None:
-    """Put the report in `folder` on the sweep's summary run (made if missing). None, or why it could not be."""
-    uri = resolve_uri(store, tracking_uri)
-    try:
-        client = make_client(uri)
-        experiment = client.get_experiment_by_name(plan.sweep)
-        if experiment is None or experiment.lifecycle_stage == "deleted":
-            return f"there is no MLflow experiment {plan.sweep!r}, {command(store, uri, 'sync')} makes it"
-        with _set_up_lock(uri):
-            run_id = _summary_run(client, experiment.experiment_id)
-        client.log_artifacts(run_id, str(folder), "report")
-        told = {
-            TAG + "revision": str(revision),
-            TAG + "spec_hash": plan.spec_hash,
-            "mlflow.note.content": plan.question,
-        }
-        for name, value in (told | dict(tags)).items():
-            client.set_tag(run_id, name, str(value)[:5000])
-        client.set_terminated(run_id, "FINISHED")
-    except Exception as error:
-        return explain(error, uri, store)
-    return None
-
-
-def _summary_run(client: Any, experiment_id: str) -> str:
-    found = client.search_runs([experiment_id], f"tags.`{TAG}kind` = 'summary'", max_results=1)
-    if found:
-        return str(found[0].info.run_id)
-    tags = {TAG + "kind": "summary", "mlflow.source.name": "memsweep", "mlflow.source.type": "LOCAL"}
-    made = client.create_run(experiment_id, tags=tags | {"mlflow.user": user()}, run_name="summary")
-    return str(made.info.run_id)
-
-
-def view_path(store: Store, sweep: str, *, tracking_uri: str | None = None) -> str | None:
-    """Where the MLflow UI shows the sweep with its columns chosen: the part of the address after host and port.
-
-    None if the sweep has no experiment there.
-    """
-    experiment = make_client(resolve_uri(store, tracking_uri)).get_experiment_by_name(sweep)
-    return f"/#/experiments/{experiment.experiment_id}/runs?viewStateShareKey={VIEW}" if experiment else None
-
-
-def put_report_back(
-    store: Store, plan: Plan, revision: int, *, tracking_uri: str | None = None, restore: bool = False
-) -> str | None:
-    """Hang the report that lies in the store on a summary run if there is none, as after a lost database.
-
-    One that was deleted in the UI stays deleted, unless `restore`. None, or why it could not be.
-    """
-    folder = store.revision_folder(plan.sweep, revision) / "report"
-    uri = resolve_uri(store, tracking_uri)
-    if not (folder / "report.html").exists():
-        return None
-    try:
-        client = make_client(uri)
-        experiment = client.get_experiment_by_name(plan.sweep)
-        runs = _all_runs(client, experiment.experiment_id, f"tags.`{TAG}kind` = 'summary'") if experiment else []
-        deleted = [run.info.run_id for run in runs if run.info.lifecycle_stage == "deleted"]
-        if len(deleted) < len(runs) or (runs and not restore):
-            return None
-        if runs:
-            client.restore_run(deleted[0])
-            return None
-    except Exception as error:
-        return explain(error, uri, store)
-    return log_report(store, plan, revision, folder, {}, tracking_uri=tracking_uri)
-
-
-def _all_runs(client: Any, experiment_id: str, which: str = "") -> list[Any]:
+def all_runs(client: Any, experiment_id: str, which: str = "") -> list[Any]:
     from mlflow.entities import ViewType
 
     runs: list[Any] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import getpass
 import json
-import re
+import math
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -13,12 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from runners import checkpoints
+from runners.inputs import Input, inputs
 from runners.ledger import Row
-from runners.schema import Member, Plan, Status, canonical_json, digest
+from runners.names import cut, to_mlflow
+from runners.schema import EvalSlice, Member, Plan, Status, canonical_json, digest
 from runners.store import Store, generation
 
 TAG = "memsweep."
 MARK = TAG + "sent"
+NOTE = "mlflow.note.content"
+FORM = 2
+"""Of what is sent; raised, `sweep sync` brings runs of an older form up to date."""
 
 
 class State:
@@ -33,7 +38,7 @@ class State:
         self._result = store.result(member.trial.id)
         found = checkpoints.steps(self.folder / "checkpoints") if self._result is None else []
         self.step: int | None = self._result["step"] if self._result else (found[-1] if found else None)
-        facts = [row.status, row.attempt, row.error, self._slices, sweeps, member.arm, member.cell]
+        facts = [FORM, row.status, row.attempt, row.error, self._slices, sweeps, member.arm, member.cell]
         if member.searched is not None:
             facts += [member.role, member.searched.number]
         self.mark = f"{-1 if self.step is None else self.step}:{digest(facts)}"
@@ -78,8 +83,11 @@ class State:
         tags |= {"attempt": str(row.attempt), "shared": ", ".join(self._sweeps) if len(self._sweeps) > 1 else ""}
         tags |= {"role": member.role} if member.searched is not None else {}
         tags |= {"failure": row.failure or "", "error": (row.error or "")[:1000]}
-        text = f"Trial `{member.trial.id}`: {self.name}. State of one sequence: {member.state_bytes:,} bytes."
-        found = {TAG + name: value for name, value in tags.items()} | {"mlflow.note.content": text}
+        finals = self._finals()
+        odd = sorted(name for name, value in finals.items() if not math.isfinite(value))
+        tags["not_finite"] = ", ".join(odd)[:1000]
+        found = {TAG + name: value for name, value in tags.items()} | {NOTE: self._note()}
+        found |= cut({**finals, **dict.fromkeys(member.varying)})
         if self._result:
             stamp = self._result["stamp"]
             found |= {TAG + name: str(stamp[name]) for name in ("device", "fingerprint", "memsweep") if stamp.get(name)}
@@ -89,19 +97,38 @@ class State:
                 found["mlflow.source.git.commit"] = stamp["commit"].removesuffix("+changed")
         return found
 
+    def _note(self) -> str:
+        """What the run's page opens with."""
+        member, row = self.member, self.row
+        lines = [f"Trial `{member.trial.id}`: {self.name}, {row.status.value}."]
+        lines.append(f"State of one sequence: {member.state_bytes:,} bytes.")
+        if row.error:
+            lines.append(f"Attempt {row.attempt} failed: `{row.error[:500].replace('`', '´')}`")
+        return "\n\n".join(lines)
+
     def params(self) -> dict[str, str]:
         """What varies first, by its short name where that is clear, then every setting by its path."""
         member = self.member
         params = {"arm": member.arm, "seed": str(member.trial.seed)}
-        params |= {_param_name(path): _param_value(value) for path, value in member.varying.items()}
+        params |= {to_mlflow(path): _param_value(value) for path, value in member.varying.items()}
         if member.searched is not None:
             params["suggestion"] = str(member.searched.number)
         for path, value in _flat(member.trial.settings()):
             if path not in ("id", "seed"):
-                params.setdefault(_param_name(path), _param_value(value))
+                params.setdefault(to_mlflow(path), _param_value(value))
         return params
 
     def final_metrics(self) -> dict[str, float]:
+        """What the run ends with, by the names that MLflow takes: numbers only, as NaN and infinity break its pages."""
+        return {to_mlflow(name): value for name, value in self._finals().items() if math.isfinite(value)}
+
+    def inputs(self) -> list[Input]:
+        """The data sets that it was trained and evaluated on."""
+        known = ((part, self._store.evaluation(self.member.trial.id, part.id)) for part in self.member.slices)
+        return inputs(self.member.trial, self._result, [(part, row) for part, row in known if row])
+
+    def _finals(self) -> dict[str, float]:
+        """Size, cost and scores; the mean of a set and each of its slices."""
         metrics: dict[str, float] = {"state_bytes": float(self.member.state_bytes)}
         if self._result is None:
             return metrics
@@ -109,23 +136,22 @@ class State:
             if self._result.get(name) is not None:
                 metrics[name] = float(self._result[name])
         sets: dict[str, list[float]] = {}
-        for part in self.member.slices:
-            if self.status == Status.DIVERGED:
-                scores: Mapping[str, float] = part.chance
-            else:
-                row = self._store.evaluation(self.member.trial.id, part.id) if part.id in self._slices else None
-                scores = row["metrics"] if row else {}
-            for name, value in scores.items():
-                if name != "n":
-                    sets.setdefault(f"{part.set}/{name}", []).append(value)
-                    if part.label:
-                        metrics[metric_name(f"{part.set}/{name}/{part.label}")] = value
         sizes: dict[str, int] = {}
         for part in self.member.slices:
             sizes[part.set] = sizes.get(part.set, 0) + 1
+            for name, value in self._scores(part).items():
+                sets.setdefault(f"{part.set}/{name}", []).append(value)
+                if part.label:
+                    metrics[f"{part.set}/{name}/{part.label}"] = value
         # A mean over some of the slices would look like the mean over all.
         whole = {n: v for n, v in sets.items() if len(v) == sizes[n.partition("/")[0]]}
-        return metrics | {metric_name(name): sum(values) / len(values) for name, values in whole.items()}
+        return metrics | {name: sum(values) / len(values) for name, values in whole.items()}
+
+    def _scores(self, part: EvalSlice) -> dict[str, float]:
+        if self.status == Status.DIVERGED:
+            return dict(part.chance)
+        row = self._store.evaluation(self.member.trial.id, part.id) if part.id in self._slices else None
+        return {name: value for name, value in row["metrics"].items() if name != "n"} if row else {}
 
 
 class Run:
@@ -137,6 +163,8 @@ class Run:
         self.generation = 0
         self.params: dict[str, str] = {}
         self.latest: dict[str, float] = {}
+        self.inputs: set[tuple[str, str]] = set()
+        """Name and digest of each data set."""
         self.steps: dict[str, set[int]] = {}
         self.has_past = False
         """Whether the server may have points that `steps` does not tell."""
@@ -150,6 +178,8 @@ class Run:
         found.mark = run.data.tags.get(MARK, "")
         found.generation = int(run.data.tags.get(TAG + "generation", 0))
         found.params, found.latest = dict(run.data.params), dict(run.data.metrics)
+        told = run.inputs.dataset_inputs if run.inputs else []
+        found.inputs = {(one.dataset.name, one.dataset.digest) for one in told}
         found.has_past = True
         return found
 
@@ -166,11 +196,11 @@ def shared_view(plan: Plan) -> str:
     Left alone, the table shows no parameter and no metric.
     """
     sets = list(dict.fromkeys(part.set for member in plan.members for part in member.slices))
-    scores = [metric_name(f"{name}/{metric}") for name in sets for metric in plan.metrics]
+    scores = [to_mlflow(f"{name}/{metric}") for name in sets for metric in plan.metrics]
     paths = list(dict.fromkeys(path for member in plan.members for path in member.varying))
     columns = ["attributes.`Created`", "attributes.`Duration`"]
     columns += [f"metrics.`{name}`" for name in [*scores[:6], "state_bytes"]]
-    columns += [f"params.`{name}`" for name in ["arm", *(_param_name(path) for path in paths[:6]), "seed"]]
+    columns += [f"params.`{name}`" for name in ["arm", *(to_mlflow(path) for path in paths[:6]), "seed"]]
     state: dict[str, Any] = {"selectedColumns": columns}
     if scores:
         is_max = plan.metrics[scores[0].rpartition("/")[2]] == "max"
@@ -186,18 +216,10 @@ def _flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
         yield at, value
 
 
-def _param_name(path: str) -> str:
-    return re.sub(r"[^\w\-./ :]", "_", path)[:250]
-
-
 def _param_value(value: Any) -> str:
     """Canonical text; a long one keeps its start and a digest of the whole, so that equal means equal."""
     text = value if isinstance(value, str) else canonical_json(value)
     return text if len(text) <= 500 else f"{text[:460]}… sha256 {digest(text)}"
-
-
-def metric_name(name: str) -> str:
-    return re.sub(r"[^\w\-./ :]", "_", name).strip("/")[:250]
 
 
 def _mtime_ms(path: Path) -> int | None:

@@ -3,7 +3,7 @@
     store.json, .store.json                     uuid, schema version; optionally where ledger and shared storage are;
                                                 and its copy, for the day the first is torn
     trials/<id>/settings.json                   what the trial is
-    trials/<id>/attempts/<n>/{log.txt, error.txt, outcome.json}
+    trials/<id>/attempts/<n>/{log.txt, error.txt, usage.jsonl, outcome.json}
     trials/<id>/checkpoints/{<step>, final}/    see runners/checkpoints.py
     trials/<id>/metrics/<from>-<to>.jsonl       points that belong to the checkpoint at <to>
     trials/<id>/result.json                     the commit point of the training

@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runners import checkpoints, kernel_evidence, split, stale
+from runners import checkpoints, kernel_evidence, split, stale, usage
 from runners import meter as meters
 from runners.meter import CudaMeter, Meter
 from runners.owner import Owner
@@ -242,7 +242,8 @@ class _Work:
         self.log(
             f"attempt {job.attempt} of trial {job.trial.id}, process {os.getpid()}, {job.device}, seed {job.trial.seed}"
         )
-        status = self._bring_up_to_date()
+        with usage.sampling(self.folder / "attempts" / str(job.attempt), self.device):
+            status = self._bring_up_to_date()
         if self.meter is not None and status.is_done:
             meters.write(self.folder / "attempts" / str(job.attempt), self.meter.whole())
         return status

@@ -279,7 +279,7 @@ def _print_summary(summary: Summary) -> None:
 def _write_report(store: Path, name: str, out: Path | None, tracking_uri: str | None) -> Report:
     """Build the report of a sweep's latest revision and hang it on the sweep's summary run."""
     from dashboards import report as reports
-    from runners import record, tracking
+    from runners import summary_run, tracking
     from runners.store import Store
 
     opened = Store.open(store)
@@ -294,7 +294,7 @@ def _write_report(store: Path, name: str, out: Path | None, tracking_uri: str | 
             f"`sweep report {name} --out FOLDER` writes it elsewhere",
             Exit.ENVIRONMENT,
         ) from error
-    problem = record.log_report(opened, plan, revision, folder, {"answer": built.answer}, tracking_uri=tracking_uri)
+    problem = summary_run.log_report(opened, plan, revision, folder, tracking_uri=tracking_uri)
     if problem:
         again = tracking.command(opened, tracking.resolve_uri(opened, tracking_uri), "report", name)
         print(f"the report is not in MLflow: {problem}; {again} tries again")
@@ -426,14 +426,14 @@ def ui(
 ) -> None:
     """Open the MLflow UI on the store, on 127.0.0.1."""
     from dashboards import ui as uis
-    from runners import record, tracking
+    from runners import summary_run, tracking
     from runners.store import Store
 
     folder = stores.find(store)
     line, extra = uis.command(folder, port, tracking_uri)
     address, opened = uis.address(line), Store.open(folder)
     try:
-        views = {name: record.view_path(opened, name, tracking_uri=tracking_uri) for name in opened.sweeps()}
+        views = {name: summary_run.view_path(opened, name, tracking_uri=tracking_uri) for name in opened.sweeps()}
     except Exception as error:  # what MLflow raises
         told = tracking.explain(error, tracking.resolve_uri(opened, tracking_uri), opened)
         raise UserError(f"MLflow: {told}", Exit.ENVIRONMENT) from error

@@ -501,7 +501,7 @@ def test_the_report_stands_alone_and_escapes_what_it_shows(partial):
 
 def test_the_report_has_markdown_table_and_pictures_beside_it(partial):
     built, out = partial
-    assert {p.suffix for p in built.files} == {".html", ".md", ".csv", ".png", ".svg", ".pdf"}
+    assert {p.suffix for p in built.files} == {".html", ".md", ".csv", ".json", ".png", ".svg", ".pdf"}
     assert all(p.is_file() and p.stat().st_size > 500 for p in built.files)
     markdown = (out / "report.md").read_text()
     for picture in re.findall(r"\]\((figures/.*?)\)", markdown):
@@ -598,7 +598,8 @@ def test_the_ui_command_is_bound_to_loopback_and_light(tmp_path):
     assert line[line.index("--host") + 1] == "127.0.0.1"
     assert line[line.index("--workers") + 1] == "1"
     assert line[line.index("--backend-store-uri") + 1] == f"sqlite:///{tmp_path.resolve()}/mlflow.db"
-    assert extra == {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    assert extra["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
+    assert extra["MLFLOW_DISABLE_TELEMETRY"] == "true"
     assert ui.address(line).startswith("http://127.0.0.1:")
 
 

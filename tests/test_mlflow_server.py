@@ -21,7 +21,7 @@ import s3
 from engines import Fake
 
 from dashboards import ui
-from runners import driver, record, trial
+from runners import driver, record, summary_run, trial
 from runners.schema import Exit, Trial
 from runners.store import Store, read_points
 
@@ -118,7 +118,7 @@ def test_a_server_killed_in_the_middle(tmp_path: Path, server: Server, monkeypat
     report = tmp_path / "report"
     report.mkdir()
     (report / "report.html").write_text("<p>The answer.</p>")
-    assert record.log_report(store, plan, 1, report, {}, tracking_uri=server.uri) is None
+    assert summary_run.log_report(store, plan, 1, report, tracking_uri=server.uri) is None
     if server.artifacts.startswith("s3:"):
         names = [name for name in fsspec.filesystem("s3").find(server.artifacts) if name.endswith("report.html")]
         assert len(names) == 1, "the report is in the bucket"
