@@ -36,6 +36,10 @@ LIMITS = ["window >= 1", "position != 'rope' or head_dim % 2 == 0"]
 SAME_AS = {"softmax": "window >= seq_len"}
 
 
+MOST_SCORES = 4_194_304
+"""Numbers that the mask of a whole row may have. Longer rows are cut into bands, which no mask outgrows."""
+
+
 def reference(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, window: int) -> Tensor:
     """The law: each query alone. The last query is at the last key."""
     n_past = k_BSHK.shape[1] - q_BTHK.shape[1]
@@ -79,9 +83,29 @@ class Mixer(Base):
         return self.out(o.flatten(2)), {"k": k[:, last], "v": v[:, last], "t": t_B + T, **carried}
 
     def _attend(self, q_BTHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor) -> Tensor:
-        T, S = q_BTHK.shape[1], k_BSHK.shape[1]
-        q, k, v = (t.transpose(1, 2) for t in (q_BTHK, k_BSHK, v_BSHK))
-        if T == S <= self.window:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        mask_TS = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T).triu(S - T - self.window + 1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TS).transpose(1, 2)
+        T, S, W = q_BTHK.shape[1], k_BSHK.shape[1], self.window
+        if T == S <= W:
+            return _attend(q_BTHK, k_BSHK, v_BSHK)
+        if T * S > MOST_SCORES and T > 2 * W:
+            first = self._attend(q_BTHK[:, :W], k_BSHK[:, : S - T + W], v_BSHK[:, : S - T + W])
+            rest = _bands(q_BTHK[:, W:], k_BSHK[:, S - T :], v_BSHK[:, S - T :], W)
+            return torch.cat([first, rest], 1)
+        mask_TS = torch.ones(T, S, dtype=torch.bool, device=q_BTHK.device).tril(S - T).triu(S - T - W + 1)
+        return _attend(q_BTHK, k_BSHK, v_BSHK, mask_TS)
+
+
+def _attend(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, mask_TS: Tensor | None = None) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q_BTHK, k_BSHK, v_BSHK))
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TS, is_causal=mask_TS is None)
+    return o.transpose(1, 2)
+
+
+def _bands(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, window: int) -> Tensor:
+    """Each `window` of queries reads the keys of its own place and of the window before. S = window + T."""
+    B, T, W = *q_BTHK.shape[:2], window
+    more = (0, 0, 0, 0, 0, -T % W)
+    q_NWHK = F.pad(q_BTHK, more).unflatten(1, (-1, W)).flatten(0, 1)
+    k_NSHK, v_NSHV = (F.pad(x, more).unfold(1, 2 * W, W).flatten(0, 1).permute(0, 3, 1, 2) for x in (k_BSHK, v_BSHK))
+    ahead_WS = torch.arange(2 * W, device=q_BTHK.device) - torch.arange(W, device=q_BTHK.device)[:, None]
+    o_NWHV = _attend(q_NWHK, k_NSHK, v_NSHV, (ahead_WS >= 1) & (ahead_WS <= W))
+    return o_NWHV.unflatten(0, (B, -1)).flatten(1, 2)[:, :T]
