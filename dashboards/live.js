@@ -145,8 +145,14 @@ async function refresh() {
   if (at !== null) readOut();
 }
 
+let timer = null;
+let asking = false;
+
 async function follow() {
-  if (document.getElementById("main").dataset.next === "0") return; // a page that is not there
+  const main = document.getElementById("main");
+  if (asking || main.dataset.next === "0") return; // 0: a page that is not there
+  asking = true;
+  clearTimeout(timer);
   if (!paused && !document.hidden) {
     try {
       await refresh();
@@ -156,7 +162,8 @@ async function follow() {
       told(error instanceof TypeError ? "The dashboard does not answer: was it ended? Trying again." : error.message);
     }
   }
-  setTimeout(follow, Number(document.getElementById("main").dataset.next) || 2000);
+  asking = false;
+  timer = setTimeout(follow, Number(main.dataset.next) || 2000);
 }
 
 pause.hidden = false;
@@ -164,6 +171,8 @@ pause.addEventListener("click", () => {
   paused = !paused;
   pause.textContent = paused ? "Go on" : "Pause";
   if (paused) document.getElementById("updated").textContent = "Paused";
+  else follow();
 });
+document.addEventListener("visibilitychange", follow); // back on screen: at once
 applyChoices();
 follow();

@@ -168,7 +168,7 @@ def measure(
         if one.started is not None and one.ended is not None:
             took[one.trial] = took.get(one.trial, 0.0) + max(0.0, one.ended - one.started)
     durations = Durations(members, {trial_id: took[trial_id] for trial_id in done if trial_id in took})
-    per_hour, window_s, n_ended = _per_hour(attempts.values(), now) if running else (None, 0.0, 0)
+    per_hour, window_s, n_ended = _per_hour(attempts.values(), {one.trial for one in running}, now)
     left_s, basis = _left(running, waiting, more, members, durations)
     steps = [one.steps_s for one in running if one.steps_s is not None]
     tokens = [one.tokens_s for one in running if one.tokens_s is not None]
@@ -185,15 +185,16 @@ def measure(
     )
 
 
-def _per_hour(attempts: Iterable[Attempt], now: float) -> tuple[float | None, float, int]:
-    """Trials that ended an hour, over how many seconds, and how many they were."""
+def _per_hour(attempts: Iterable[Attempt], running: set[str], now: float) -> tuple[float | None, float, int]:
+    """Trials that ended an hour, over how many seconds, and how many they were; nothing while nothing runs."""
     began, n = now, 0
     for one in attempts:
-        if one.ended is None or one.ended > now - WINDOW_S:
+        # An open attempt of a trial that does not run belongs to a driver that died.
+        if one.trial in running if one.ended is None else one.ended > now - WINDOW_S:
             began = min(began, one.started if one.started is not None else now)
             n += one.ended is not None and one.status in ENDS
     window_s = min(WINDOW_S, now - began)
-    return (n * 3600 / window_s if n and window_s > 0 else None), window_s, n
+    return (n * 3600 / window_s if running and n and window_s > 0 else None), window_s, n
 
 
 def _left(

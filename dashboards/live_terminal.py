@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from dashboards.live_pace import Running
 from dashboards.live_snapshot import Snapshot, leaders
 from runners.progress import clock
 from runners.recent import Tally
-from runners.schema import Status
+from runners.schema import Status, UserError
 
 EVERY_S = 2.0
 PLAIN_EVERY_S = 10.0
@@ -38,44 +39,80 @@ def watch(
     rounds: int | None = None,
     sleep: Callable[[float], Any] = time.sleep,
 ) -> None:
-    """Show what `look` finds until Ctrl-C, which ends it without a word (or `rounds` times)."""
-    is_live = console.is_terminal and not console.is_dumb_terminal
-    try:
-        if is_live:
-            _redraw(look, console, rounds, sleep)
-        else:
-            _tell(look, console, rounds, sleep)
-    except KeyboardInterrupt:
+    """Show what `look` finds until Ctrl-C, which ends it without a word (or `rounds` times).
+
+    A store that cannot be read at first is an error; one that goes away later, as a file system may, is waited for.
+    """
+    made = _Screen if console.is_terminal and not console.is_dumb_terminal else _Lines
+    with contextlib.suppress(KeyboardInterrupt):
+        found, trouble = look(), ""
+        with made(console) as view:
+            while True:
+                view.tell(found, trouble)
+                rounds = None if rounds is None else rounds - 1
+                if rounds == 0:
+                    return
+                is_reading = any(isinstance(one, Snapshot) and one.unread for one in found)
+                sleep(view.every_s / 4 if is_reading else view.every_s)
+                try:
+                    found, trouble = look(), ""
+                except (UserError, OSError) as error:
+                    trouble = f"the store cannot be read just now: {error}"
+
+
+class _Screen:
+    """Draws itself anew in its own place."""
+
+    every_s = EVERY_S
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
+    def __enter__(self) -> _Screen:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def tell(self, found: Sequence[Snapshot | Tally], trouble: str) -> None:
+        size, plain = self._console.size, self._console.options.ascii_only
+        shown = screen(found, size.width, size.height, is_plain=plain, trouble=trouble)
+        self._live.update(shown, refresh=True)
+
+
+class _Lines:
+    """A line a sweep when something is new, and each cause of failure once. Never wrapped: a log is for grep."""
+
+    every_s = PLAIN_EVERY_S
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._said: dict[str, str] = {}
+        self._causes: set[tuple[str, str]] = set()
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         return
 
-
-def _redraw(look: Callable[[], Sequence[Snapshot | Tally]], console: Console, rounds: int | None, sleep: Any) -> None:
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        while rounds is None or rounds > 0:
-            found = look()
-            live.update(screen(found, console.width, console.height, is_plain=console.options.ascii_only), refresh=True)
-            rounds = None if rounds is None else rounds - 1
-            is_reading = any(isinstance(one, Snapshot) and one.unread for one in found)
-            sleep(EVERY_S / 4 if is_reading else EVERY_S)
-
-
-def _tell(look: Callable[[], Sequence[Snapshot | Tally]], console: Console, rounds: int | None, sleep: Any) -> None:
-    """A line a sweep when something is new, and each cause of failure once. Never wrapped: a log is for grep."""
-    last: dict[str, str] = {}
-    known: set[tuple[str, str]] = set()
-    while rounds is None or rounds > 0:
-        for one in look():
-            said = words.line(one) if isinstance(one, Snapshot) else _tally(one)
-            if last.get(one.sweep) != said:
-                last[one.sweep] = said
-                _print(console, said)
+    def tell(self, found: Sequence[Snapshot | Tally], trouble: str) -> None:
+        self._new("", trouble)
+        for one in found if not trouble else ():
+            self._new(one.sweep, words.line(one) if isinstance(one, Snapshot) else f"{one.sweep}: {words_of(one)}")
             for cause in one.causes if isinstance(one, Snapshot) else ():
-                if (key := (one.sweep, f"{cause.kind} {cause.error}")) not in known:
-                    known.add(key)
+                if (key := (one.sweep, f"{cause.kind} {cause.error}")) not in self._causes:
+                    self._causes.add(key)
                     first = cause.trials[0]
-                    _print(console, f"{one.sweep}: {words.cause(cause)} ({first.cell}, seed {first.trial.seed})")
-        rounds = None if rounds is None else rounds - 1
-        sleep(PLAIN_EVERY_S)
+                    where = f"({first.cell}, seed {first.trial.seed})"
+                    _print(self._console, f"{one.sweep}: {words.cause(cause)} {where}")
+
+    def _new(self, about: str, text: str) -> None:
+        if text and self._said.get(about) != text:
+            _print(self._console, text)
+        self._said[about] = text
 
 
 def _print(console: Console, text: str) -> None:
@@ -83,8 +120,12 @@ def _print(console: Console, text: str) -> None:
     console.file.flush()
 
 
-def screen(found: Sequence[Snapshot | Tally], width: int, height: int, *, is_plain: bool = False) -> Group:
+def screen(
+    found: Sequence[Snapshot | Tally], width: int, height: int, *, is_plain: bool = False, trouble: str = ""
+) -> Group:
     """All of it at this size. One sweep is shown whole, several by a line each."""
+    if trouble:
+        return Group(_cut(trouble, "red"), screen(found, width, height - 1, is_plain=is_plain))
     if len(found) == 1 and isinstance(found[0], Snapshot):
         return _sweep(found[0], width, height, is_plain)
     tallies = [((one.sweep,), words_of(one), "") for one in found if isinstance(one, Tally)]
@@ -170,10 +211,6 @@ def _share(one: Running) -> str:
 def _doing(one: Running) -> str:
     said = words.progress(one)
     return said if said == "starting" else " · ".join(filter(None, [said, words.remark(one)]))
-
-
-def _tally(one: Tally) -> str:
-    return f"{one.sweep}: {words_of(one)}"
 
 
 def words_of(one: Tally) -> str:

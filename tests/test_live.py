@@ -14,6 +14,7 @@ from pathlib import Path
 
 import fake_store
 import plans
+import postgres
 import pytest
 from moving import CARD, STEPS, Moving
 from rich.console import Console
@@ -23,10 +24,10 @@ from dashboards import live_words as words
 from dashboards.live import Follower
 from dashboards.live_pace import Speed, tokens_a_step
 from dashboards.live_scores import measure_of
-from dashboards.live_snapshot import leaders
+from dashboards.live_snapshot import Snapshot, leaders
 from runners import overview
 from runners.recent import reading, tallies
-from runners.schema import Failure, Member, Plan, Status
+from runners.schema import Failure, Member, Plan, Status, UserError
 from runners.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -267,6 +268,48 @@ def test_a_pipe_gets_a_line_when_something_is_new(moving: Moving) -> None:
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert [line.split(" · ")[0] for line in lines] == ["capacity: 0/16 done", "capacity: 1/16 done"]
+
+
+def test_a_store_that_goes_away_is_waited_for(moving: Moving) -> None:
+    console, looks = Console(file=io.StringIO(), width=80), iter(["ok", "gone", "gone", "ok"])
+    follower = follow(moving)
+
+    def look() -> list[Snapshot]:
+        if next(looks) == "gone":
+            raise OSError(116, "Stale file handle")
+        return [follower.look()]
+
+    live_terminal.watch(look, console, rounds=4, sleep=lambda _: None)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["capacity", "the store cannot be read just now"]
+    with pytest.raises(UserError):
+        live_terminal.watch(lambda: Store.open(moving.store.root / "no") and [], console, rounds=1)
+
+
+def test_several_sweeps_are_told_in_a_line_each(moving: Moving) -> None:
+    other = plans.plan()
+    moving.ledger.record_plan(other, moving.store.freeze(other)[0])
+    moving.finish(moving.plan.members[0])
+    console = Console(file=io.StringIO(), width=80)
+    console.print(live_terminal.screen(tallies(moving.store), 80, 24))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert [" ".join(line.split()) for line in lines[:2]] == ["capacity 1 complete, 15 waiting", "tiny 4 waiting"]
+
+
+def test_the_list_on_postgresql(tmp_path: Path, postgres_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with postgres.database(postgres_server) as url:
+        monkeypatch.setenv("MEMSWEEP_LEDGER", url)
+        moving = Moving(tmp_path / "runs", fake_store.make_plan(1))
+        moving.finish(moving.plan.members[0])
+        moving.start(moving.plan.members[1])
+        assert tallies(moving.store)[0].counts == {"complete": 1, "running": 1, "planned": 6}
+        follower = follow(moving)
+        assert by_status(follower) == {"complete": 1, "running": 1, "planned": 6}
+        moving.finish(moving.plan.members[1])
+        assert by_status(follower) == {"complete": 2, "planned": 6}
+        moving.ledger.close()
 
 
 def test_ctrl_c_leaves_the_terminal_as_it_was(moving: Moving) -> None:
