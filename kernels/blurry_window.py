@@ -211,7 +211,7 @@ def _on_card(
         position = position + seen.long()[:, None]
     alike = len(set(resolution)) == 1
     r = write_weights(position, slots, resolution[:1] if alike else resolution)  # (1 or B, T, 1 or H, M)
-    s = r.to(torch.bfloat16 if common == torch.bfloat16 else torch.float32)
+    s = r.float()  # in bf16, it would be rounded twice: decayed, it is a factor of products
     f, s = ((x.expand(B, T, H, slots)) for x in (torch.log1p(-r).float(), s))
     j = torch.arange(slots, dtype=torch.int32, device=v.device)
     R = torch.stack([(j - 1) * R + 1 for R in resolution])  # the first position at which a slot is near, (H, M)
