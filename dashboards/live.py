@@ -75,7 +75,7 @@ class Follower:
             view = seen.searches.view()
             seen.members, seen.states = {m.trial.id: m for m in view.members}, list(view.states.values())
         with reading(self.store) as recent:
-            backlog = self._ask(recent, seen) if recent is not None else None
+            has_driver, backlog = self._ask(recent, seen) if recent is not None else (False, None)
         unread = seen.scores.read(_ended(seen), read_s)
         states = {trial_id: self._state(seen, trial_id) for trial_id in seen.members}
         running = [self._running(seen, one, now) for one, status in states.items() if status == Status.RUNNING]
@@ -99,6 +99,7 @@ class Follower:
             searches=seen.states,
             unread=unread,
             has_ledger=recent is not None,
+            has_driver=has_driver,
             backlog=backlog,
             changed=max(times, default=None),
         )
@@ -117,13 +118,13 @@ class Follower:
             self._seen = _Seen(revision, plan, measured, scores, searches, {m.trial.id: m for m in plan.members})
         return self._seen
 
-    def _ask(self, recent: Recent, seen: _Seen) -> str | None:
+    def _ask(self, recent: Recent, seen: _Seen) -> tuple[bool, str | None]:
         new, seen.since = recent.rows(self.sweep, seen.revision, seen.since)
         seen.rows |= new
         for one in recent.attempts(self.sweep, self._asked):
             self._attempts[one.trial, one.number] = one
         self._asked = max((one.ended for one in self._attempts.values() if one.ended is not None), default=0.0)
-        return next(iter(recent.problems(self.sweep)), None)
+        return recent.has_driver(seen.rows.values()), next(iter(recent.problems(self.sweep)), None)
 
     def _state(self, seen: _Seen, trial_id: str) -> Status:
         row = seen.rows.get(trial_id)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 import jinja2
+from markupsafe import Markup, escape
 
 from dashboards import live_words as words
 from dashboards.live import READ_S, Follower
@@ -98,7 +100,7 @@ class Site:
         loader = jinja2.FileSystemLoader(HERE)
         self._pages = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
         self._pages.globals |= {"words": words, "clock": clock, "Status": Status}
-        self._pages.filters |= {"date": _date, "size": words.size, "number": words.number}
+        self._pages.filters |= {"code": _code, "date": _date, "size": words.size, "number": words.number}
 
     def answer(self, target: str) -> Answer:
         """The answer to GET `target`. Never raises."""
@@ -242,6 +244,11 @@ def _took(attempt: Attempt) -> str:
     if attempt.started is None:
         return ""
     return clock((time.time() if attempt.ended is None else attempt.ended) - attempt.started)
+
+
+def _code(text: str) -> Markup:
+    """Text whose `commands` are set as code; everything in it is escaped first."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _date(seconds: float | None) -> str:

@@ -65,6 +65,8 @@ class Snapshot:
     searches: list[State]
     unread: int
     has_ledger: bool
+    has_driver: bool
+    """Whether a launch is at work, also in the moment between two trials."""
     backlog: str | None = None
     changed: float | None = None
     """When an attempt last began or ended, in seconds since 1970."""

@@ -141,7 +141,8 @@ def _sweep(found: Snapshot, width: int, height: int, is_plain: bool) -> Group:
     done = f"{found.ended}/{found.total} done, {words.state(found)}"
     head.append(Text(" · ".join(filter(None, [done, words.left(found)]))))
     head += [Text(" · ".join(said)) for said in (words.speed(found), words.cards(found)) if said]
-    head += [_cut(note, "yellow") for note in words.notes(found)[:4]]
+    head += [_cut(note, "yellow") for note in words.notes(found)]
+    head += [_cut(search) for search in words.searches(found)[: max(1, height // 6)]]
     rooms = height - sum(_height(one, width) for one in head) - 2
     sections: list[Text] = []
     for make, share in ((_failures, 3), (_best, 2), (_running, 1)):

@@ -58,6 +58,8 @@ def state(found: Snapshot) -> str:
         return f"{len(found.running)} running"
     if found.is_whole:
         return "all ended"
+    if found.has_driver:
+        return "a launch is at work, no trial runs this moment"
     if found.ended + found.failed == found.total:
         return f"ended, {found.failed} failed"
     return f"nothing is running: `sweep resume {found.sweep}` goes on"
@@ -160,10 +162,25 @@ def notes(found: Snapshot) -> list[str]:
         said.append(f"{found.unread:,} results are still to be read: scores are of those that were")
     if found.backlog:
         said.append(f"MLflow is behind: {found.backlog}")
-    return said + [_search(one) for one in found.searches]
+    return said
+
+
+def searches(found: Snapshot) -> list[str]:
+    """How far each search is, and its best suggestion."""
+    return [_search(one) for one in found.searches]
 
 
 def _search(one: State) -> str:
-    pruned = f", {n} pruned" if (n := one.count(Status.PRUNED)) else ""
-    over = f"; suggestion {one.winner} won" if one.is_over and one.winner is not None else ""
-    return f"search of {one.search.cell}: {one.n_ended}/{one.search.trials} suggestions{pruned}{over}"
+    said = f"search of {one.search.cell}: {one.n_ended}/{one.search.trials} suggestions"
+    pruned = one.count(Status.PRUNED)
+    said += f", {pruned} pruned" if pruned else ""
+    if one.winner is None:
+        return said
+    score = one.scores[one.winner]
+    values = ", ".join(f"{path} {_value(value)}" for path, value in one.suggestions[one.winner].values.items())
+    scored = f", {one.search.select[0]} {number(score.values[0])}" if score is not None and score.values else ""
+    return f"{said}; {'winner' if one.is_over else 'best so far'}: number {one.winner} ({values}){scored}"
+
+
+def _value(value: object) -> str:
+    return number(value) if isinstance(value, float) else str(value)

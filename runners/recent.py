@@ -7,7 +7,7 @@ anew. Times are by the database's clock where leases are concerned, by the drive
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,8 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from runners.database import Database, Now
-from runners.ledger import Row, attempt_t, membership_t, projector_t, read_row, revision_t, sweep_t, trial_t
+from runners.ledger import Row, attempt_t, driver_t, membership_t, projector_t, read_row, revision_t, sweep_t, trial_t
+from runners.owner import Owner
 from runners.schema import Status
 from runners.store import Store
 
@@ -88,6 +89,13 @@ class Recent:
         with self._read() as db:
             rows = db.execute(sa.select(*columns).where(attempt_t.c.trial.in_(ours), is_new)).all()
         return [Attempt(r.trial, r.number, r.status, r.started, r.ended, r.gpu or 0.0) for r in rows]
+
+    def has_driver(self, rows: Iterable[Row]) -> bool:
+        """Whether a driver is at work: one of this machine that lives, or one that holds one of these trials."""
+        holders = {row.owner for row in rows if row.owner is not None}
+        with self._read() as db:
+            owners = [Owner(r.uuid, r.host, r.pid, r.begun, r.machine) for r in db.execute(sa.select(driver_t))]
+        return any((one.is_here() or one.uuid in holders) and not one.is_dead() for one in owners)
 
     def problems(self, sweep: str) -> list[str]:
         """What keeps the sweep's projections to MLflow from being up to date."""

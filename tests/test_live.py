@@ -182,6 +182,7 @@ def test_the_time_left_and_where_it_comes_from(moving: Moving) -> None:
     moving.finish(quick[0], 10.0)
     follower = follow(moving)
     assert follower.look().pace.left_s is None, "nothing runs"
+    assert words.state(follower.look()) == "a launch is at work, no trial runs this moment"
     moving.start(slow[1])
     pace = follower.look().pace
     # One at a time: 100 s of a cell that took so long, 10 s of the other one, twelve at the mean of their arm or all.
@@ -199,6 +200,13 @@ def test_failures_of_one_cause_are_told_together(moving: Moving) -> None:
     assert causes[0] == "3 × out of memory: OutOfMemoryError: tried to allocate 2.50 GiB"
     assert causes[1] == "error: ValueError: no"
     assert causes[2].startswith("diverged: not finite at step 60")
+
+
+def test_a_sweep_that_nobody_runs_says_how_to_go_on(moving: Moving) -> None:
+    follower = follow(moving)
+    moving.start(moving.plan.members[0])
+    moving.ledger.leave(moving.owner)
+    assert words.state(follower.look()) == "nothing is running: `sweep resume capacity` goes on"
 
 
 def test_a_store_without_a_ledger_is_told(tmp_path: Path) -> None:
