@@ -29,6 +29,9 @@ from runners.store import Store
 READ_S = 0.3
 """How long one look may read results."""
 
+POINTS = 1000
+"""Words of one running trial that are remembered; of more, every second one is let go of."""
+
 
 @dataclass
 class _Seen:
@@ -149,7 +152,11 @@ class Follower:
             speed = self._speeds[trial_id] = Speed(row.attempt)
         if told:
             speed.add(told["time"], told["step"])
-            self.points.setdefault((trial_id, row.attempt), {})[told["step"]] = told["metrics"]
+            said = self.points.setdefault((trial_id, row.attempt), {})
+            said[told["step"]] = told["metrics"]
+            if len(said) > POINTS:
+                for step in sorted(said)[1:-1:2]:
+                    del said[step]
         steps_s, tokens = speed.steps_s, tokens_a_step(member.trial)
         attempt = self._attempts.get((trial_id, row.attempt))
         began = attempt.started if attempt and attempt.started is not None else now

@@ -7,9 +7,10 @@ anew. Times are by the database's clock where leases are concerned, by the drive
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -17,7 +18,7 @@ import sqlalchemy as sa
 from runners.database import Database, Now
 from runners.ledger import Row, attempt_t, driver_t, membership_t, projector_t, read_row, revision_t, sweep_t, trial_t
 from runners.owner import Owner
-from runners.schema import Status
+from runners.schema import Plan, Status
 from runners.store import Store
 
 SLACK_S = 5.0
@@ -135,4 +136,26 @@ def tallies(store: Store) -> list[Tally]:
     with reading(store) as recent:
         found = recent.tallies() if recent is not None else []
     known = {one.sweep for one in found}
-    return found + [Tally(name, "", 0, {}, None) for name in store.sweeps() if name not in known]
+    counted = [_with_searches(one, store) for one in found]
+    return counted + [Tally(name, "", 0, {}, None) for name in store.sweeps() if name not in known]
+
+
+def _with_searches(one: Tally, store: Store) -> Tally:
+    """With a search, the ledger has rows of slots, which never run, and none of what is not made up yet."""
+    n = _n_trainings(store.revision_folder(one.sweep, one.revision) / "plan.jsonl")
+    if n is None:
+        return one
+    begun = {status: count for status, count in one.counts.items() if status != Status.PLANNED}
+    waiting = max(0, n - sum(begun.values()))
+    return replace(one, counts=begun | ({Status.PLANNED.value: waiting} if waiting else {}))
+
+
+@functools.lru_cache(maxsize=256)
+def _n_trainings(plan: Path) -> int | None:
+    """Trainings of a frozen plan with a search; None for one without, which is not read to its end."""
+    try:
+        with open(plan, encoding="utf-8") as lines:
+            head = [next(lines, ""), next(lines, "")]
+            return Plan.from_lines([*head, *lines]).n_trainings if '"kind": "search"' in head[1][:40] else None
+    except OSError:
+        return None

@@ -19,7 +19,7 @@ import pytest
 from moving import CARD, STEPS, Moving
 from rich.console import Console
 
-from dashboards import figures, live_terminal
+from dashboards import figures, live, live_terminal
 from dashboards import live_words as words
 from dashboards.live import Follower
 from dashboards.live_pace import Speed, tokens_a_step
@@ -27,8 +27,9 @@ from dashboards.live_scores import measure_of
 from dashboards.live_snapshot import Snapshot, leaders
 from runners import overview
 from runners.recent import reading, tallies
-from runners.schema import Failure, Member, Plan, Status, UserError
-from runners.store import Store
+from runners.schema import Failure, Member, Plan, Search, Searched, Space, Status, UserError
+from runners.search import Searches
+from runners.store import Store, seal, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -176,6 +177,18 @@ def test_what_runs(moving: Moving) -> None:
     assert {key[0] for key in follower.points} <= {b.trial.id}, "what ended is let go of"
 
 
+def test_what_a_trial_said_does_not_grow_without_end(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "POINTS", 10)
+    follower, member = follow(moving), moving.plan.members[0]
+    moving.start(member)
+    for step in range(40):
+        moving.tell(member, step)
+        follower.look()
+    kept = sorted(next(iter(follower.points.values())))
+    assert (kept[0], kept[-1]) == (0, 39)
+    assert len(kept) <= 10
+
+
 def test_the_time_left_and_where_it_comes_from(moving: Moving) -> None:
     slow, quick = moving.plan.members[0:2], moving.plan.members[2:4]
     moving.finish(slow[0], 100.0)
@@ -226,6 +239,29 @@ def test_the_list_of_sweeps(moving: Moving) -> None:
     assert found["capacity"].counts == {"complete": 1, "running": 1, "planned": 14}
     assert found["tiny"].counts == {"planned": 4}
     assert found["capacity"].question == moving.plan.question
+
+
+def test_a_search_is_followed(tmp_path: Path) -> None:
+    search = Search(
+        "key", "lr-0.001 softmax", {"train.lr": Space("values", (0.1, 0.2))}, "grid", 2, ("valid/accuracy",), ("max",),
+        {"valid/accuracy": 0.0}, (7,), is_same=False, parallel=2,
+    )  # fmt: skip
+    plain = plans.plan(lrs=(1e-3,), seeds=(0, 1, 2))
+    slots = tuple(replace(m, searched=Searched("key", slot=m.trial.id)) for m in plain.members)
+    moving = Moving(tmp_path / "runs", replace(plain, members=slots, tests=(), searches=(search,)))
+    setting = {block: getattr(slots[0].trial, block) for block in ("mechanism", "task", "model", "train")}
+    texts = {block: f'"{block}"' for block in setting}
+    row = {"search": "key", "number": 0, "known": 0, "values": {"train.lr": 0.1}, "settings": setting, "texts": texts}
+    write_json(moving.store.root / "searches/key/0.json", seal(row | {"state_bytes": 1, "problem": None}))
+    made = Searches(moving.plan, moving.store).view().members[-1]
+    moving.ledger.add_members("tiny", 1, [made], 3)
+    follower = follow(moving)
+    assert by_status(follower) == {"planned": 5}, "three slots, two trainings, one of which is not made up yet"
+    moving.start(made)
+    assert by_status(follower) == {"running": 1, "planned": 4}
+    assert tallies(moving.store)[0].counts == {"running": 1, "planned": 4}
+    assert words.searches(follower.look()) == ["search of lr-0.001 softmax: 0/2 suggestions"]
+    moving.ledger.close()
 
 
 def test_looking_holds_nothing(moving: Moving) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import fake_store
 import pytest
+import sqlalchemy as sa
 from moving import Moving
 
 from dashboards import live_site
@@ -25,6 +26,8 @@ from dashboards.live import Follower
 from dashboards.live_curves import Curves, axis, thin
 from dashboards.live_server import Server
 from dashboards.live_site import Site
+from runners import store as stores
+from runners.ledger import trial_t
 from runners.schema import Failure, UserError
 from runners.store import Store
 
@@ -164,6 +167,30 @@ def test_sweeps_looked_at_long_ago_are_let_go_of(moving: Moving, site: Site, mon
         moving.store.freeze(replace(moving.plan, sweep=name))
         page(site, f"/sweep/{name}")
     assert list(site._followed) == ["b", "c"]
+
+
+@pytest.mark.wide
+def test_ten_thousand_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every page within a second of processor time while results are read, and after; the first one once it is open."""
+    monkeypatch.setattr(live_site, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(stores, "sync_folder", lambda folder: None)
+    moving = Moving(tmp_path / "runs", fake_store.make_plan(1250))
+    with moving.ledger._write() as db:
+        for member in moving.plan.members[:9000]:
+            fake_store.finish(moving.store, member)
+            db.execute(sa.update(trial_t).where(trial_t.c.id == member.trial.id).values(status="complete", attempt=1))
+    site, took, body = Site(moving.store), [], "still to be read"
+    site.open("capacity")
+    while "still to be read" in body:
+        began = time.process_time()
+        body = page(site, "/sweep/capacity")
+        took.append(time.process_time() - began)
+    assert "<b>9,000</b> complete" in body
+    began = time.process_time()
+    assert "9,000 complete" in page(site, "/")
+    took.append(time.process_time() - began)
+    assert max(took) < 1.0, took
+    moving.ledger.close()
 
 
 # ---- curves --------------------------------------------------------------------------------------------------------
