@@ -170,6 +170,7 @@ def test_sweeps_looked_at_long_ago_are_let_go_of(moving: Moving, site: Site, mon
 
 
 @pytest.mark.wide
+@pytest.mark.timeout(900)
 def test_ten_thousand_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every page within a second of processor time while results are read, and after; the first one once it is open."""
     monkeypatch.setattr(live_site, "LOOK_EVERY_S", 0.0)
