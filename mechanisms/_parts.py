@@ -47,7 +47,11 @@ CONV_WIDTH = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """What the model gives every mixer. `seq_len` is the longest sequence it is trained on (tokens)."""
+    """What the model gives every mixer. `seq_len` is the longest sequence it is trained on (tokens).
+
+    Not `causal`: each token may read the whole sequence, which is then given whole. A mixer that says `sees_all` does
+    so by itself; the model runs any other both ways. `grid`: of an image, rows and columns of its patches.
+    """
 
     d_model: int
     n_heads: int
@@ -56,10 +60,15 @@ class Shape:
     short_conv: bool = True
     position: str = "none"
     impl: str = "auto"
+    causal: bool = True
+    grid: tuple[int, int] | None = None
 
 
 class Base(nn.Module):
     """The part of a mixer's surface that does not differ between mechanisms."""
+
+    sees_all = False
+    """Whether the mixer heeds `Shape.causal`."""
 
     def init_special(self, generator: Callable[[str], torch.Generator]) -> None:
         """Draws the parameters that are neither weights of `nn.Linear` nor constants. See the file's docstring."""

@@ -16,7 +16,8 @@ Source
     running maximum a channel, e^{k - mu_t} with mu_t = max_{s<=t} k_s, which is a decay of the state by
     mu_{t-1} - mu_t: it cancels in o, and the normaliser is never below 1, however large q and k are. The sums of the
     other kernels are not taken below 1e-6 (1e-8 in the code). No rotary positions. The short convolution of all mixers.
-    The paper's Memory Lobe, Hyper-Link and mixture of experts belong to the model.
+    The paper's Memory Lobe, Hyper-Link and mixture of experts belong to the model. Where that is not causal, sums run
+    over all tokens (paper), and the state is the last one of the causal sums.
 
 State
     n_heads * F * (head_dim + 1), F = head_dim for hadamard_exp (and as many maxima), head_dim + 2 for the squared
@@ -26,7 +27,8 @@ Cost
     T in compute, constant in memory when decoding.
 
 Limits
-    modulated_dot needs qk_norm. difference_squared is sum_squared with the sign of q turned, so with learnt projections
+    modulated_dot needs qk_norm. The short convolution looks back alone, so there is none in a model that is not causal.
+    difference_squared is sum_squared with the sign of q turned, so with learnt projections
     the two are one class of models: sweep one. No kernel is sharp at unit scale: of 256 random keys of 64 channels, the
     equal one gets 0.008 of the weight under hadamard_exp, where softmax gives it 0.62.
 """
@@ -39,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels._launch import accumulator
-from kernels.linear_attention import linear_attention
+from kernels.linear_attention import DEN_MIN, linear_attention
 from mechanisms._parts import Base, Projections, RmsNorm, Shape, State, unit_norm
 
 REVISION = 1
@@ -52,7 +54,7 @@ PARAMS = (
     "n_heads*head_dim*(3*(d_model + (4 if short_conv else 0)) + d_model)"
     " + (2*head_dim if qk_norm and kernel != 'modulated_dot' else 0)"
 )
-LIMITS = ["qk_norm or kernel != 'modulated_dot'", "position != 'rope'"]
+LIMITS = ["qk_norm or kernel != 'modulated_dot'", "position != 'rope'", "causal or not short_conv"]
 
 EXTRA = {"hadamard_exp": 0, "sum_squared": 2, "difference_squared": 2, "modulated_dot": 1}
 """Features beyond head_dim."""
@@ -86,6 +88,24 @@ def exp_features(q: Tensor, k: Tensor, mu_BHK: Tensor | None) -> tuple[Tensor, T
     return (q + mu - top).exp(), (k - mu).exp(), g, mu[:, -1]
 
 
+def exp_features_of_all(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for queries that read every token: the maximum is that of the whole sequence, and nothing decays."""
+    with torch.no_grad():
+        mu = k.amax(1, keepdim=True)
+        top = (q + mu).amax(-1, keepdim=True)
+    return (q + mu - top).exp(), (k - mu).exp(), mu[:, 0]
+
+
+def read_all(q_BTHF: Tensor, k_BTHF: Tensor, v_BTHV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What every query reads of all tokens, in the dtype of v; the sums S and z that it reads, in fp32 or better."""
+    with torch.autocast(q_BTHF.device.type, enabled=False):
+        q, k, v = (x.to(accumulator(x)) for x in (q_BTHF, k_BTHF, v_BTHV))
+        S_BHFV, z_BHF = torch.einsum("bthf,bthv->bhfv", k, v), k.sum(1)
+        weight = torch.einsum("bthf,bhf->bth", q, z_BHF).clamp(min=DEN_MIN)
+        o_BTHV = torch.einsum("bthf,bhfv->bthv", q, S_BHFV) / weight[..., None]
+        return o_BTHV.to(v_BTHV.dtype), S_BHFV, z_BHF
+
+
 class Mixer(Base):
     """Exact linear attention.
 
@@ -93,6 +113,8 @@ class Mixer(Base):
         kernel: what weighs a token: e^q times e^k a channel, a squared distance, or a modulated dot product
         qk_norm: q and k are normalised a head, by RMSNorm, or for modulated_dot into the unit ball
     """
+
+    sees_all = True
 
     def __init__(
         self,
@@ -121,6 +143,9 @@ class Mixer(Base):
     def forward(self, x_BTD: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         q, k, v, carried = self.project(x_BTD, state)
         q, k, g, ends = self._features(q, k, state)
+        if not self.shape.causal:
+            o, S, z = read_all(q, k, v)
+            return self.out(o.flatten(2)), {"S": S, "z": z, **ends, **carried}
         o, (S, z) = linear_attention(
             q,
             k,
@@ -140,6 +165,9 @@ class Mixer(Base):
         dtype = q.dtype
         with torch.autocast(q.device.type, enabled=False):
             q, k = self._normalised(q, k)
+            if self.kernel == "hadamard_exp" and not self.shape.causal:
+                q, k, mu = exp_features_of_all(q, k)
+                return q.to(dtype), k.to(dtype), None, {"mu": mu}
             if self.kernel == "hadamard_exp":
                 q, k, g, mu = exp_features(q, k, state["mu"] if state else None)
                 return q.to(dtype), k.to(dtype), g, {"mu": mu}

@@ -13,6 +13,12 @@ A task is a class `Task` whose keyword-only parameters are its YAML keys, with
                             one value a row for every metric that is a mean over rows
     of_means(means)         the other metrics, which follow from those means; a task without such has no such method
 
+A task of images has rows of patches, floats (B, T, features), in the place of tokens, and
+
+    patches                 what the model is built for in the place of vocab_size
+    gather(split)           for metrics that are no means over rows: an object with add(index_B, logits_BQV), called for
+                            every batch of an evaluation, and metrics(); a task without such has no such method
+
 A task that trains nothing (TRAINS = False) has vocab_size, seq_len and, in the place of all the rest,
 
     measure(model, device)  each metric of the model, and `n`, the number of rows behind it
@@ -23,7 +29,7 @@ and measures an untrained model, or, if it says EVALUATES = "text", models train
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,16 +39,45 @@ NO_LABEL = -100
 """A target that counts for nothing: the default of `torch.nn.functional.cross_entropy`."""
 
 
+@dataclass(frozen=True)
+class Patches:
+    """What a model of images reads and says: a row is a grid of patches, row by row."""
+
+    features: int
+    """Numbers in a patch."""
+    grid: tuple[int, int]
+    """Patches from top to bottom, and from left to right."""
+    outputs: int
+    """Numbers in an answer."""
+    pooled: bool
+    """One answer for the whole image, from the mean over its patches; else one for each patch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Rows of one shape. The model is asked, and judged, at the labelled positions only."""
 
-    tokens_BT: Tensor  # int64
+    tokens_BT: Tensor  # int64; patches of images are floats, (B, T, features)
     position_BQ: Tensor  # int64, where the labels are
     target_BQ: Tensor  # int64, what they are; NO_LABEL where a row has fewer
 
     def __getitem__(self, rows: slice) -> Batch:
-        return Batch(self.tokens_BT[rows], self.position_BQ[rows], self.target_BQ[rows])
+        return replace(
+            self,
+            tokens_BT=self.tokens_BT[rows],
+            position_BQ=self.position_BQ[rows],
+            target_BQ=self.target_BQ[rows],
+        )
+
+    def loss(self, logits_BQV: Tensor) -> Tensor:
+        """What is trained on: a sum over the labels, to be divided by their number, `n_labels`."""
+        return F.cross_entropy(logits_BQV.flatten(0, 1), self.target_BQ.flatten(), reduction="sum")
+
+    def mean_loss(self, logits_BQV: Tensor) -> Tensor:
+        return F.cross_entropy(logits_BQV.flatten(0, 1), self.target_BQ.flatten())
+
+    def n_labels(self) -> Tensor:
+        return (self.target_BQ != NO_LABEL).sum()
 
 
 def label_scores(logits_BQV: Tensor, batch: Batch) -> dict[str, Tensor]:

@@ -58,7 +58,8 @@ def find(pattern: str, folder: str | Path) -> list[Path]:
     path = Path(folder) / Path(pattern.replace(STDLIB, library)).expanduser()
     try:
         if path.is_dir():
-            raise UserError(f"{pattern} is a folder: name its files, as {pattern.rstrip('/')}/*.txt")
+            inside = pattern.rstrip("/")
+            raise UserError(f"{pattern} is a folder: name its files, as {inside}/*.txt, or {inside}/** for all in it")
         below = os.path.join(glob.escape(str(folder)), wanted)
         names = [path] if path.is_file() else sorted(glob.glob(below, recursive=True))
         found = [one for one in map(Path, names) if one.is_file()]

@@ -68,7 +68,7 @@ def check(task: Task) -> None:
         corpus.ask_hub(task)
     except UserError as error:
         raise UserError(f"task {task['name']}: {error}", Exit.ENVIRONMENT) from error
-    tasks.build(dict(task)).documents()
+    tasks.build(dict(task)).check()
 
 
 def load(task: Task, parted: Parted = lambda text: [text]) -> list[Row]:
@@ -178,6 +178,10 @@ class Documents:
         self._settings, self._parted = settings, parted
         if sum(settings[source] is not None for source in ("data_files", "dataset")) != 1:
             raise UserError(f"task {self.NAME} wants one of data_files and dataset")
+
+    def check(self) -> None:
+        """Raises `UserError` where a launch would meet one later."""
+        self.documents()
 
     def documents(self) -> list[Row]:
         """Every document, checked. Raises `UserError`, one line, with the document that is wrong."""

@@ -48,6 +48,7 @@ def score(model: nn.Module, task: Any, split: str, device: torch.device, dtype: 
     was_training = model.training
     model.eval()
     sums: dict[str, Tensor] = {}
+    gathered = task.gather(split) if hasattr(task, "gather") else None
     n, at_most = 0, 1 << 62
     for rows in task.groups(split):
         width = task.batch(split, torch.tensor(rows[:1]), 0).tokens_BT.shape[1]
@@ -56,7 +57,8 @@ def score(model: nn.Module, task: Any, split: str, device: torch.device, dtype: 
             index_B = torch.arange(first, min(first + at_once, rows.stop))
             try:
                 batch = task.batch(split, index_B, 0, device)
-                totals = {k: v_B.double().sum() for k, v_B in task.score(forward(model, batch, dtype), batch).items()}
+                logits_BQV = forward(model, batch, dtype)
+                totals = {k: v_B.double().sum() for k, v_B in task.score(logits_BQV, batch).items()}
             except torch.OutOfMemoryError:
                 if at_once == 1:
                     raise
@@ -68,11 +70,14 @@ def score(model: nn.Module, task: Any, split: str, device: torch.device, dtype: 
                 continue
             for name, total in totals.items():
                 sums[name] = sums[name] + total if name in sums else total
+            if gathered is not None:
+                gathered.add(index_B, logits_BQV)
             first += len(index_B)
             n += len(index_B)
     model.train(was_training)
     means = {name: float(total) / n for name, total in sums.items()}
-    return {**means, **(task.of_means(means) if hasattr(task, "of_means") else {}), "n": n}
+    others = task.of_means(means) if hasattr(task, "of_means") else {}
+    return {**means, **others, **(gathered.metrics() if gathered is not None else {}), "n": n}
 
 
 def forward(model: nn.Module, batch: Batch, dtype: str) -> Tensor:

@@ -15,6 +15,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -74,7 +75,12 @@ class Recorded:
 
     def _record(self, shape: Shape, batch: Batch) -> tuple[torch.cuda.CUDAGraph, Batch, tuple[Tensor, Tensor]] | None:
         """A recording of an update of this shape, not yet run; None if there can be none."""
-        held = Batch(batch.tokens_BT.clone(), batch.position_BQ.clone(), batch.target_BQ.clone())
+        held = replace(
+            batch,
+            tokens_BT=batch.tokens_BT.clone(),
+            position_BQ=batch.position_BQ.clone(),
+            target_BQ=batch.target_BQ.clone(),
+        )
         graph = torch.cuda.CUDAGraph()
         try:
             with nothing_collected(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):

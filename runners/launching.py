@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from runners import alone, corpus, documents, guards, mps, split, tracking, watch
+from runners import alone, corpus, documents, extras, guards, mps, split, tracking, watch
 from runners.budget import Allowance, Budget, Span
 from runners.cards import Cards
 from runners.durations import words
@@ -152,8 +152,11 @@ class Launch:
         return found
 
     def _look_at_data(self) -> None:
-        """Raise `UserError` where the text of a trial is gone, or its hub out of reach, before any trial begins."""
-        tasks = (task for m in self._queue for task in (m.trial.task, *(part.task for part in m.slices)))
+        """Raise `UserError` where the data of a trial are gone, their hub out of reach, or a module that a task needs
+        not installed, before any trial begins."""
+        tasks = [task for m in self._queue for task in (m.trial.task, *(part.task for part in m.slices))]
+        for name in sorted({task["name"] for task in tasks}):
+            extras.need(extras.of_task(name), f"task {name}")
         for task in {canonical_json(task): task for task in tasks if corpus.has_text(task)}.values():
             if documents.reads(task):
                 documents.check(task)

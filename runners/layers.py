@@ -58,12 +58,23 @@ def make_norm(norm_type: str, d_model: int) -> nn.Module:
     return nn.LayerNorm(d_model) if norm_type == "layer" else RmsNorm(d_model)
 
 
+def sequence(mixer: Any, x_BTD: Tensor, state: State | None, both_ways: bool) -> tuple[Tensor, State]:
+    """The mixer over a sequence; `both_ways` adds what it makes of the reversed one, so that a token sees what comes
+    before it and what comes after. The sum as in Vision Mamba (Zhu et al. 2024, arXiv 2401.09417), but for the weights,
+    which are the same both ways (the simplest of the forms that Hydra compares, Hwang et al. 2024, arXiv 2407.09941):
+    so a model has as many parameters as its causal twin."""
+    y_BTD, after = mixer(x_BTD, state)
+    return (y_BTD + mixer(x_BTD.flip(1))[0].flip(1) if both_ways else y_BTD), after
+
+
 class Layer(nn.Module):
     """A mixer and, unless there is none, an mlp, each with its norm."""
 
-    def __init__(self, d_model: int, mixer: Any, mlp: nn.Module | None, norm: str, norm_type: str) -> None:
+    def __init__(
+        self, d_model: int, mixer: Any, mlp: nn.Module | None, norm: str, norm_type: str, both_ways: bool = False
+    ) -> None:
         super().__init__()
-        self.pre = norm == "pre"
+        self.pre, self.both_ways = norm == "pre", both_ways
         self.mixer_norm, self.mixer = make_norm(norm_type, d_model), mixer
         self.mlp = mlp
         self.mlp_norm = make_norm(norm_type, d_model) if mlp is not None else None
@@ -76,9 +87,9 @@ class Layer(nn.Module):
 
     def forward(self, x_BTD: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         if self.pre:
-            y_BTD, state = self.mixer(self.mixer_norm(x_BTD), state)
+            y_BTD, state = sequence(self.mixer, self.mixer_norm(x_BTD), state, self.both_ways)
             return self._mlp(x_BTD + y_BTD), state
-        y_BTD, state = self.mixer(x_BTD, state)
+        y_BTD, state = sequence(self.mixer, x_BTD, state, self.both_ways)
         return self._mlp(self.mixer_norm(x_BTD + y_BTD)), state
 
     def step(self, x_BD: Tensor, state: State) -> tuple[Tensor, State]:
@@ -97,9 +108,9 @@ class HyperLink(nn.Module):
     else. The model's last norm stays: the paper's small experiments leave it out and advise against that at scale.
     """
 
-    def __init__(self, d_model: int, mixer: Any, mlp: nn.Module | None, lobe: Any) -> None:
+    def __init__(self, d_model: int, mixer: Any, mlp: nn.Module | None, lobe: Any, both_ways: bool = False) -> None:
         super().__init__()
-        self.mixer_norm = RmsNorm(d_model)
+        self.mixer_norm, self.both_ways = RmsNorm(d_model), both_ways
         self.mixer, self.mlp, self.lobe = mixer, mlp, lobe
 
     def _flow(self, a: Tensor) -> Tensor:
@@ -107,7 +118,7 @@ class HyperLink(nn.Module):
 
     def forward(self, x_BTD: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         before = state or {"mixer": None, "lobe": None}
-        a_BTD, own = self.mixer(self.mixer_norm(x_BTD), before["mixer"])
+        a_BTD, own = sequence(self.mixer, self.mixer_norm(x_BTD), before["mixer"], self.both_ways)
         flow_BTD = self._flow(a_BTD)
         if self.lobe is None:
             return x_BTD + flow_BTD, {"mixer": own, "lobe": None}
@@ -123,15 +134,17 @@ class HyperLink(nn.Module):
         return x_BD + flow_BD + recalled_BD, {"mixer": own, "lobe": lobe}
 
 
-def memory_lobe(shape: Shape) -> nn.Module:
+def memory_lobe(shape: Shape, causal: bool) -> nn.Module:
     """The Memory Lobe: exact linear attention of one head as wide as the model over a layer's flow, by Hadamard-exp.
 
-    Three D x D matrices and no output projection (paper; its counts of parameters agree). Causal, where the paper's
-    sums run over the whole sequence: in a language model each position then reads what it is to predict, hence the
+    Three D x D matrices and no output projection (paper; its counts of parameters agree). Not `causal` are the paper's
+    sums over the whole sequence: in a language model each position then reads what it is to predict, hence the
     abrupt drop of the paper's loss, which is gone when the lobe is causal (paper). Choice: q and k are not normalised,
     for the paper names no norm there; the running maximum keeps the powers in range. Carries D (D + 2) elements, fp32.
     """
-    whole = dataclasses.replace(shape, n_heads=1, head_dim=shape.d_model, short_conv=False, position="none")
+    whole = dataclasses.replace(
+        shape, n_heads=1, head_dim=shape.d_model, short_conv=False, position="none", causal=causal
+    )
     lobe = mechanisms.get("ela")(whole, qk_norm=False)
     lobe.out = nn.Identity()
     return lobe

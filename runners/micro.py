@@ -13,10 +13,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from runners import diagnose, evaluate
-from runners.batch import NO_LABEL, Batch
+from runners.batch import Batch
 from runners.model import Model
 
 
@@ -35,12 +34,12 @@ def losses(model: Model, batch: Batch, dtype: str, rows: int | None) -> Iterator
     """The parts of the batch's loss, `rows` rows each (None = all at once); their sum is the loss."""
     n = len(batch.target_BQ)
     if rows is None or rows >= n:
-        yield lambda: Part(F.cross_entropy(*_flat(model, batch, dtype)), _side(model, n))
+        yield lambda: Part(batch.mean_loss(evaluate.forward(model, batch, dtype)), _side(model, n))
         return
-    n_labels = (batch.target_BQ != NO_LABEL).sum()
+    n_labels = batch.n_labels()
 
     def part_of(part: Batch) -> Part:
-        return Part(F.cross_entropy(*_flat(model, part, dtype), reduction="sum") / n_labels, _side(model, n))
+        return Part(part.loss(evaluate.forward(model, part, dtype)) / n_labels, _side(model, n))
 
     for first in range(0, n, rows):
         yield partial(part_of, batch[first : first + rows])
@@ -71,7 +70,3 @@ def diagnose_parts(model: Model, batch: Batch, dtype: str, rows: int | None) -> 
 def _side(model: Model, n_rows: int) -> Tensor | None:
     side_B = model.take_side_loss()
     return None if side_B is None else side_B.sum() / n_rows
-
-
-def _flat(model: Model, batch: Batch, dtype: str) -> tuple[Tensor, Tensor]:
-    return evaluate.forward(model, batch, dtype).flatten(0, 1), batch.target_BQ.flatten()

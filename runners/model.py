@@ -3,7 +3,8 @@
     tokens -> embedding (+ learned positions) -> n_layers x [mixer, then mlp] -> norm -> head, where a label is
 
 Each sub-block joins the stream as x + f(norm(x)) (`norm: pre`) or norm(x + f(x)) (`norm: post`); `block: hyper_link`
-joins whole layers (`runners/layers.py`). The head is the embedding transposed unless `tied` is off.
+joins whole layers (`runners/layers.py`). The head is the embedding transposed unless `tied` is off. A task of images
+has patches for tokens: a matrix takes them in the place of the embedding, and the head is one of its own.
 
 Initial weights are a function of (seed, task, model, parameter's name) and of the place in the tensor, never of the
 mechanism or of the order of construction: two arms share the weights of every parameter they share, and a longer
@@ -27,6 +28,7 @@ from torch.nn import functional as F
 import mechanisms
 from mechanisms._parts import Shape
 from runners import streams, tasks
+from runners.batch import Patches
 from runners.layers import BaseConv, HyperLink, Layer, State, make_norm, memory_lobe
 from runners.schema import FOLDER, Trial, UserError
 
@@ -42,6 +44,7 @@ LIMITS = [
     "block == 'pre_norm' or norm == 'pre'",
     "lobe == 'none' or block == 'hyper_link'",
     "lobe != 'bidirectional' or not causal",
+    "causal or images",
     "moe is None or mlp is not None",
     "layers is None or 'mechanism' in layers",
     "layers is None or len(layers) <= n_layers",
@@ -61,6 +64,8 @@ BLOCKS = {
 PARAMS = {
     "shell": "vocab_size*d_model*(1 if tied else 2) + (seq_len*d_model if position == 'learned' else 0)"
     " + ((2 if norm_type == 'layer' else 1)*d_model if norm == 'pre' else 0)",
+    "patches": "(features + 1)*d_model + (d_model + 1)*outputs + (seq_len*d_model if position == 'learned' else 0)"
+    " + ((2 if norm_type == 'layer' else 1)*d_model if norm == 'pre' else 0)",
     "layer": "(2 if norm_type == 'layer' and block == 'pre_norm' else 1)*d_model"
     " + (0 if lobe == 'none' else 3*d_model*d_model)",
     "base_conv": "d_model*d_model + 5*d_model",
@@ -69,14 +74,13 @@ PARAMS = {
     "router": "experts*d_model",
     "mlp_norm": "0 if block == 'hyper_link' else (2 if norm_type == 'layer' else 1)*d_model",
 }
-"""Parameters of the parts: all but the layers, a layer without its mixer and mlp, a base_conv, an mlp or expert, the
-router of experts, the norm before an mlp or experts."""
+"""Parameters of the parts: all but the layers, the same with patches of images, a layer without its mixer and mlp, a
+base_conv, an mlp or expert, the router of experts, the norm before an mlp or experts."""
 STATE = "0 if lobe == 'none' else d_model*(d_model + 2)"
 """Elements in fp32 that a layer carries besides its mixer's."""
 SAME_STREAMS = ["kernels"]
 LAYER = ["mechanism", "base_conv"]
 """What a layer may be, besides a mechanism of its own."""
-NOT_YET: dict[str, list[Any]] = {"causal": [False]}
 
 SIZES = {"2m": (192, 4), "5m": (256, 6), "10m": (320, 8), "20m": (448, 8)}
 """(d_model, n_layers) by `size`: that many parameters with swiglu blocks and a byte vocabulary."""
@@ -211,8 +215,8 @@ class Model(nn.Module):
             a layer of its own may differ: {name: softmax, position: rope}
         short_conv: depthwise convolution of width 4 before q, k and v
         kernels: auto = Triton on a card where an op has it, chunked torch elsewhere; reference is the serial recurrence
-        tied: the head is the embedding, transposed
-        causal: a position sees only what came before it
+        tied: the head is the embedding, transposed; of a task of images it is never
+        causal: a position sees only what came before it; images alone may be read both ways
     """
 
     def __init__(
@@ -220,6 +224,7 @@ class Model(nn.Module):
         vocab_size: int,
         seq_len: int,
         mechanism: dict[str, Any],
+        patches: Patches | None = None,
         *,
         size: Literal["2m", "5m", "10m", "20m"] | None = None,
         d_model: int | None = None,
@@ -240,23 +245,28 @@ class Model(nn.Module):
         causal: bool = True,
     ) -> None:
         super().__init__()
-        _refuse_not_yet(causal=causal)
-        _check_blocks(block, lobe, norm, _named(moe)[0], _named(mlp)[0])
+        if not causal and patches is None:
+            raise UserError("model.causal: false is for tasks of images: what a token is to predict comes after it")
+        _check_blocks(block, lobe, norm, _named(moe)[0], _named(mlp)[0], causal)
         preset = SIZES[size] if size else (128, 2)
         d_model, n_layers = d_model or preset[0], n_layers or preset[1]
         n_heads, head_dim = _heads(d_model, n_heads, head_dim)
         self.vocab_size, self.seq_len, self.d_model = vocab_size, seq_len, d_model
-        shape = Shape(d_model, n_heads, head_dim, seq_len, short_conv, position, kernels)
-        self.embedding = nn.Embedding(vocab_size, d_model)
+        grid = patches.grid if patches else None
+        shape = Shape(d_model, n_heads, head_dim, seq_len, short_conv, position, kernels, causal, grid)
+        self.causal, self.patches = causal, patches
+        self.embedding = nn.Linear(patches.features, d_model) if patches else nn.Embedding(vocab_size, d_model)
         self.positions = nn.Parameter(torch.zeros(seq_len, d_model)) if position == "learned" else None
         self.layers = nn.ModuleList(
-            HyperLink(d_model, mixer, _ffn(mlp, moe, d_model), memory_lobe(shape) if lobe == "causal" else None)
+            HyperLink(d_model, mixer, _ffn(mlp, moe, d_model), _lobe(lobe, shape), _both_ways(mixer, causal))
             if block == "hyper_link"
-            else Layer(d_model, mixer, _ffn(mlp, moe, d_model), norm, norm_type)
+            else Layer(d_model, mixer, _ffn(mlp, moe, d_model), norm, norm_type, _both_ways(mixer, causal))
             for mixer in _mixers(layers, n_layers, mechanism, shape)
         )
         self.norm = make_norm(norm_type, d_model) if norm == "pre" else nn.Identity()
-        self.head = None if tied else nn.Linear(d_model, vocab_size, bias=False)
+        self.head = nn.Linear(d_model, patches.outputs) if patches else None
+        if not (tied or patches):
+            self.head = nn.Linear(d_model, vocab_size, bias=False)
         self.position_stream = 0
 
     @torch.no_grad()
@@ -289,18 +299,28 @@ class Model(nn.Module):
         return torch.cat([known_TD, self._drawn_positions(max(first, self.seq_len), last).to(known_TD)])
 
     def forward(self, tokens_BT: Tensor, position_BQ: Tensor | None = None) -> Tensor:
-        """Logits at `position_BQ`, (B, Q, V), or everywhere, (B, T, V)."""
+        """Logits at `position_BQ`, (B, Q, V), or everywhere, (B, T, V).
+
+        Of images, tokens_BT are patches, (B, T, features), and the answers are those of the whole, (B, 1, outputs), or
+        of every patch, (B, T, outputs).
+        """
         x_BTD = self.embedding(tokens_BT)
         if self.positions is not None:
             x_BTD = x_BTD + self._position(0, tokens_BT.shape[1])
         for layer in self.layers:
             x_BTD, _ = layer(x_BTD)
+        if self.patches is not None:
+            assert self.head is not None
+            x_BTD = self.norm(x_BTD)
+            return self.head(x_BTD.mean(1, keepdim=True) if self.patches.pooled else x_BTD)
         if position_BQ is not None:
             x_BTD = x_BTD.gather(1, position_BQ[..., None].expand(-1, -1, self.d_model))
         return self._logits(x_BTD)
 
     def prefill(self, tokens_BT: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Logits after the last of `tokens_BT`, (B, V), and the state to continue from; itself continues `state`."""
+        if not self.causal:
+            raise ValueError("a model that is not causal reads whole rows, not one token after the other")
         before = state or {"time": 0, "layers": [None] * len(self.layers)}
         end = before["time"] + tokens_BT.shape[1]
         x_BTD = self.embedding(tokens_BT)
@@ -347,7 +367,7 @@ class Model(nn.Module):
 def build(trial: Trial, device: torch.device | str = "cpu") -> Model:
     """The trial's model with its initial weights, on `device`."""
     task = tasks.build(trial.task)
-    model = Model(task.vocab_size, task.seq_len, trial.mechanism, **trial.model)
+    model = Model(task.vocab_size, task.seq_len, trial.mechanism, getattr(task, "patches", None), **trial.model)
     model.draw(trial.seed, *stream_settings(trial))
     return model.to(device)
 
@@ -436,8 +456,17 @@ def _ffn(mlp: str | dict[str, Any] | None, moe: str | dict[str, Any] | None, d_m
     return Moe(d_model, lambda: cast(nn.Module, _mlp(mlp, d_model)), **settings)
 
 
-def _check_blocks(block: str, lobe: str, norm: str, moe: str, mlp: str) -> None:
-    if lobe == "bidirectional":
+def _both_ways(mixer: nn.Module, causal: bool) -> bool:
+    """Whether a layer runs its mixer forwards and backwards."""
+    return not causal and not getattr(mixer, "sees_all", False)
+
+
+def _lobe(lobe: str, shape: Shape) -> nn.Module | None:
+    return None if lobe == "none" else memory_lobe(shape, lobe == "causal")
+
+
+def _check_blocks(block: str, lobe: str, norm: str, moe: str, mlp: str, causal: bool) -> None:
+    if lobe == "bidirectional" and causal:
         raise UserError("model.lobe: bidirectional reads the tokens that a language model is to predict; use causal")
     if lobe != "none" and block != "hyper_link":
         raise UserError(
@@ -447,12 +476,6 @@ def _check_blocks(block: str, lobe: str, norm: str, moe: str, mlp: str) -> None:
         raise UserError("model.block hyper_link has its norm before the mixer: model.norm is pre")
     if moe != "none" and mlp == "none":
         raise UserError("model.moe wants model.mlp: it says what an expert is")
-
-
-def _refuse_not_yet(**values: Any) -> None:
-    for name, value in values.items():
-        if value in NOT_YET[name]:
-            raise UserError(f"model.{name}: {value!r} is not there yet")
 
 
 def _fill(weight: Tensor, std: float, *key: Any) -> None:

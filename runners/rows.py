@@ -45,8 +45,11 @@ class Rows:
         """Rows `index_B` (int64, on the host), made on `device`."""
         if split not in SPLITS:
             raise ValueError(f"split {split!r} is none of {', '.join(SPLITS)}")
-        stream = streams.key(self._name, split, seed if split == "train" else None, self._law)
-        return self.make(stream, index_B.to(device, non_blocking=True)[:, None], split)
+        return self.make(self.stream(split, seed), index_B.to(device, non_blocking=True)[:, None], split)
+
+    def stream(self, split: str, seed: int) -> int:
+        """What the rows of a split are drawn from."""
+        return streams.key(self._name, split, seed if split == "train" else None, self._law)
 
     def make(self, stream: int, row_B1: Tensor, split: str) -> Batch:
         """The rows with these numbers, by draws from `stream`."""

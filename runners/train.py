@@ -334,7 +334,7 @@ class _Run:
         self.optimiser.set_rate(self.train.lr_at(self.step, self.steps))
         with self.witness.listening():
             self.losses[self.unread], self.norms[self.unread] = self.update(batch)
-        self.tokens += batch.tokens_BT.numel()
+        self.tokens += batch.tokens_BT.shape[0] * batch.tokens_BT.shape[1]
         self.step += 1
         self.unread += 1
         last = self.step == self.steps

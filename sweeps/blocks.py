@@ -69,7 +69,7 @@ def param_at(raw: Raw, path: str) -> Param | None:
 
 
 def environment(blocks: Mapping[str, Resolved]) -> dict[str, Any]:
-    """The names a mechanism's formulas may read: model's, task's, its own, and `conv`.
+    """The names a mechanism's formulas may read: model's, task's, its own, `conv`, and whether a task has `images`.
 
     In training a mixture is as long as its longest segment; blocks without `train` are an evaluation, which is as long
     as its own setting.
@@ -77,7 +77,9 @@ def environment(blocks: Mapping[str, Resolved]) -> dict[str, Any]:
     model, task = blocks["model"].env, blocks["task"].env
     seq_len = longest_row(task) if "train" in blocks else task.get("seq_len")
     around = {**task} if seq_len is None else {**task, "seq_len": seq_len}
-    return {"conv": 3 if model.get("short_conv") else 0, **model, **around, **blocks["mechanism"].env}
+    images = "PATCHES" in blocks["task"].block.literals
+    conv = 3 if model.get("short_conv") else 0
+    return {"conv": conv, "images": images, **model, **around, **blocks["mechanism"].env}
 
 
 def longest_row(task: Mapping[str, Any]) -> int | None:

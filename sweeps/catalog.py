@@ -7,7 +7,8 @@ importing would take seconds, because every such file imports torch.
 Literals: REVISION, STATE, CACHE, PARAMS (parameters of a mixer, or of the parts of the model), LIMITS, INERT (when a
 parameter has no effect), CAPS (a value above this one acts as this one; in order, each formula reads what is capped
 before it), SAME_AS (mechanisms), METRICS, BOUNDS, CHANCE, SELECT, TRAINS, EVALUATES (the task whose models it is for:
-then it stands in `evaluate` alone), LABELS (labelled positions of a row) (tasks), BLOCKS (classes that may hold
+then it stands in `evaluate` alone), LABELS (labelled positions of a row), PATCHES (`features` of a patch and `outputs`
+of an answer: a task of images), NEEDS (modules and the extras that bring them) (tasks), BLOCKS (classes that may hold
 LIMITS), LAYER (what a layer may be besides a mechanism), NOT_YET, SAME_STREAMS (parameters that change neither
 training rows nor initial weights) (model), OWNERS (parameters of which at most one is given, the others follow),
 DERIVED (what a parameter that is none stands for).
@@ -201,7 +202,7 @@ def _literals(tree: ast.Module | ast.ClassDef, shown: str) -> dict[str, Any]:
                 found[target.id] = ast.literal_eval(node.value)
             except (ValueError, TypeError, SyntaxError):
                 continue  # a constant of the code's own, not one of the catalogue's literals
-    for name in ("LIMITS", "INERT", "CAPS", "SAME_AS", "CHANCE", "DERIVED", "PARAMS", "LABELS"):
+    for name in ("LIMITS", "INERT", "CAPS", "SAME_AS", "CHANCE", "DERIVED", "PARAMS", "LABELS", "PATCHES"):
         rules = found.get(name, [])
         rules = [rules] if isinstance(rules, str) else rules
         for rule in rules.values() if isinstance(rules, dict) else rules:

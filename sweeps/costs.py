@@ -57,7 +57,7 @@ class Work:
 
 def _looked_at(task: Mapping[str, Any], length: int) -> int:
     """Tokens of an evaluation, of a model trained at `length`; 0 where that takes reading a data set."""
-    if documents.reads(task):
+    if documents.reads(task) and "patch" not in task:  # a row of an image has its length
         return documents.size(task) or 0
     return (corpus.rows(task, "test") or 0) * (task.get("seq_len") or length)
 
@@ -130,7 +130,10 @@ class Analyst:
         n_layers = env.get("n_layers") or 1
         whole = {**env, **self._model(trial)}  # a mechanism may call a parameter of its own as the model does
         try:
-            total = formula.evaluate(parts["shell"], whole) + n_layers * formula.evaluate(parts["layer"], whole)
+            patches = self.catalog.block("task", env["task"]).literals.get("PATCHES")
+            sizes = {name: formula.evaluate(text, whole) for name, text in (patches or {}).items()}
+            total = formula.evaluate(parts["patches" if patches else "shell"], {**whole, **sizes})
+            total += n_layers * formula.evaluate(parts["layer"], whole)
             total += sum(layers.n_params(name, block, values, parts) for name, block, values in self._placed(env))
             if mlp["name"] != "none":
                 size = formula.evaluate(parts[mlp["name"]], {**whole, "width": mlp.get("width")})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runners import micro
 from runners import model as models
-from runners.batch import Batch
+from runners.batch import NO_LABEL, Batch
 from runners.model import GeluMlp, Model, Moe
 from runners.schema import Trial
 
@@ -107,7 +107,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole_and_shows_the_loss_at_la
     model = built(**EXPERTS).train()
     positions = torch.stack([torch.randperm(20, generator=torch.Generator().manual_seed(b))[:6] for b in range(5)])
     batch = Batch(tokens(20, 5), positions, tokens(6, 5))
-    batch.target_BQ[1, 2:] = micro.NO_LABEL
+    batch.target_BQ[1, 2:] = NO_LABEL
     found = {}
     for rows in (None, 2):
         model.zero_grad(set_to_none=True)

@@ -30,6 +30,7 @@ SMALL: dict[str, dict[str, int]] = {
     "raven": {"slots": 9, "top_k": 3},
     "sliding_window": {"window": 7},
     "based": {"feature_dim": 4},
+    "conv": {"kernel_size": 4},
     "gated_deltanet": {"expand_v": 2},
     "hola": {"cache": 5, "block": 8},
     "mamba2": {"d_state": 5, "groups": 2},
@@ -55,7 +56,7 @@ def values(name: str, settings: dict[str, Any], seq_len: int, **around: Any) -> 
     defaults = {k: p.default for k, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
     model = {"d_model": D_MODEL, "n_heads": HEADS, "head_dim": HEAD_DIM, "seq_len": seq_len, "position": "none"}
     model["short_conv"] = around.pop("short_conv", True)
-    return {**model, "conv": 3 if model["short_conv"] else 0, **around, **defaults, **settings}
+    return {**model, "conv": 3 if model["short_conv"] else 0, "causal": True, **around, **defaults, **settings}
 
 
 def variants(name: str) -> Iterator[dict[str, Any]]:
@@ -156,7 +157,7 @@ def test_no_token_reads_the_future_and_every_token_reads_the_past(name: str, set
     changed = (mixer(edited)[0] != y).any(-1)
     assert not changed[:, :s].any(), "an output before the edited token changed"
     assert changed[:, s : s + 4].all(), "the outputs just after the edited token did not change"
-    reach = T if name not in SMALL or "window" not in settings else s + settings["window"]
+    reach = s + settings.get("window", settings.get("kernel_size", T - s))
     assert changed[:, s:reach].all(), "an output that should read the edited token did not change"
 
     x = x.requires_grad_()

@@ -50,7 +50,7 @@ def test_every_mechanism_is_read_by_one_hook(name: str) -> None:
         for key in matrices:
             assert found[f"probe/{number}/norm/{key}"] > 0
             assert 0 < found[f"probe/{number}/rank/{key}"] <= start[key].shape[-1] + 1e-9
-    assert found or name in ("softmax", "sliding_window")
+    assert found or name in ("conv", "softmax", "sliding_window")
 
 
 def test_effective_numbers() -> None:

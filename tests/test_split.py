@@ -18,7 +18,7 @@ from test_train import trial as trial_of
 import mechanisms
 from runners import driver, evaluate, micro, split, tasks, trial
 from runners import model as models
-from runners.batch import Batch
+from runners.batch import NO_LABEL, Batch
 from runners.schema import Exit, Failure, Outcome, Status, Trial
 from runners.store import Store, seal, write_json
 from runners.train import Snapshot, batch_rows
@@ -40,7 +40,7 @@ def few_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     def batch(self: Any, split_: str, index_B: torch.Tensor, *rest: Any) -> Batch:
         made = real(self, split_, index_B, *rest)
         if split_ == "train":
-            made.target_BQ[index_B % 4 != 1, :-1] = micro.NO_LABEL
+            made.target_BQ[index_B % 4 != 1, :-1] = NO_LABEL
         return made
 
     monkeypatch.setattr(tasks.get("mqar"), "batch", batch)
