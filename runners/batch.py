@@ -29,7 +29,7 @@ and measures an untrained model, or, if it says EVALUATES = "text", models train
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -62,12 +62,7 @@ class Batch:
     target_BQ: Tensor  # int64, what they are; NO_LABEL where a row has fewer
 
     def __getitem__(self, rows: slice) -> Batch:
-        return replace(
-            self,
-            tokens_BT=self.tokens_BT[rows],
-            position_BQ=self.position_BQ[rows],
-            target_BQ=self.target_BQ[rows],
-        )
+        return Batch(self.tokens_BT[rows], self.position_BQ[rows], self.target_BQ[rows])
 
     def loss(self, logits_BQV: Tensor) -> Tensor:
         """What is trained on: a sum over the labels, to be divided by their number, `n_labels`."""

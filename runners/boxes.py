@@ -128,6 +128,9 @@ class Scenes(Batch):
 
     grid: Grid
 
+    def __getitem__(self, rows: slice) -> Scenes:
+        return Scenes(self.tokens_BT[rows], self.position_BQ[rows], self.target_BQ[rows], self.grid)
+
     def loss(self, logits_BQV: Tensor) -> Tensor:
         return losses(logits_BQV, self.target_BQ, self.grid).sum()
 
