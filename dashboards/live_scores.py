@@ -19,6 +19,9 @@ from runners.rungs import stands
 from runners.schema import Member, Plan, Status
 from runners.store import Store
 
+AGAIN_S = 10.0
+"""When a folder is looked at again that lacks what the ledger says is there: a network file system tells it late."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measure:
@@ -66,6 +69,7 @@ class Scores:
     def __init__(self, store: Store, measure: Measure) -> None:
         self._store, self._measure = store, measure
         self._known: dict[str, Ended] = {}
+        self._unsure: dict[str, float] = {}
 
     def get(self, trial_id: str, row: Row) -> Ended | None:
         """What is known of the trial's attempt; None if it has not been read."""
@@ -76,12 +80,17 @@ class Scores:
         """Read the folders of these ended trials for about `budget_s`: how many are left for the next time."""
         until, left = time.monotonic() + budget_s, 0
         for member, row in wanted:
-            if self.get(member.trial.id, row) is not None:
+            trial_id, now = member.trial.id, time.monotonic()
+            is_known = self.get(trial_id, row) is not None
+            if is_known and now < self._unsure.get(trial_id, now + 1):
                 continue
-            if time.monotonic() >= until:
-                left += 1
+            if now >= until:
+                left += not is_known
                 continue
-            self._known[member.trial.id] = self._read(member, row)
+            found = self._known[trial_id] = self._read(member, row)
+            self._unsure.pop(trial_id, None)
+            if not found.status.is_done:
+                self._unsure[trial_id] = now + AGAIN_S
         return left
 
     def _read(self, member: Member, row: Row) -> Ended:

@@ -21,6 +21,8 @@ from runners.schema import Status, UserError
 EVERY_S = 2.0
 PLAIN_EVERY_S = 10.0
 """How often a pipe or a log gets a line, if anything is new."""
+ASCII = str.maketrans("·…–×", "-~-x")
+"""For a terminal that has nothing else."""
 COLOURS = {
     Status.COMPLETE: "green",
     Status.DIVERGED: "magenta",
@@ -116,6 +118,7 @@ class _Lines:
 
 
 def _print(console: Console, text: str) -> None:
+    text = text.translate(ASCII) if console.options.ascii_only else text
     console.print(text, soft_wrap=True, highlight=False, markup=False)
     console.file.flush()
 
@@ -151,6 +154,8 @@ def _sweep(found: Snapshot, width: int, height: int, is_plain: bool) -> Group:
         if lines:
             sections += [Text(""), *lines]
             rooms -= 1 + len(lines)
+    for line in (*head, *sections) if is_plain else ():
+        line.plain = line.plain.translate(ASCII)
     return Group(*head, *sections)
 
 

@@ -88,6 +88,18 @@ def test_a_result_counts_though_its_driver_died(moving: Moving) -> None:
     assert by_status(follow(moving)) == {"complete": 1, "planned": 15}
 
 
+def test_a_folder_that_comes_late_is_looked_at_again(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+    member, follower = moving.plan.members[0], follow(moving)
+    moving.finish(member)
+    evals = moving.store.trial_folder(member.trial.id) / "evals"
+    evals.rename(evals.with_name("late"))
+    assert by_status(follower) == {"planned": 16}
+    evals.with_name("late").rename(evals)
+    assert by_status(follower) == {"planned": 16}, "not at every look"
+    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 11)
+    assert by_status(follower) == {"complete": 1, "planned": 15}
+
+
 def test_scores_are_those_of_the_report(moving: Moving) -> None:
     first = [member for member in moving.plan.members if member.cell == moving.plan.members[0].cell]
     for member in first:
@@ -303,6 +315,15 @@ def test_the_screen_fits(moving: Moving, width: int, height: int) -> None:
     assert "[red]no" in text or width == 40, "markup in an error is text"
     assert "\x1b" not in text
     assert "30%" in text or height == 16
+
+
+def test_a_terminal_without_more_than_ascii(moving: Moving) -> None:
+    busy(moving)
+    text = "\n".join(
+        str(line) for line in live_terminal.screen([follow(moving).look()], 60, 30, is_plain=True).renderables
+    )
+    assert text.isascii()
+    assert "crrrrrrrrrrrffff" in text
 
 
 def test_a_pipe_gets_a_line_when_something_is_new(moving: Moving) -> None:
