@@ -275,8 +275,8 @@ def test_a_tiny_detector_learns_a_batch_by_heart(mechanism: str) -> None:
     adam = FlatAdam(built, built.no_decay(), optimizer="adam", betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, clip=None)
     batch = task.batch("valid", torch.arange(4), 0)
     assert isinstance(batch, boxes.Scenes)
-    for step in range(160):
-        adam.set_rate(5e-3 * min(1, (160 - step) / 100))
+    for step in range(100):
+        adam.set_rate(1e-2 * min(1, (100 - step) / 70))
         loss = batch.mean_loss(built(batch.tokens_BT, batch.position_BQ))
         loss.backward()
         adam.step(loss.detach())
