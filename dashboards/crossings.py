@@ -99,6 +99,9 @@ def _figure(rows: pd.DataFrame, load: str, loads: list[float], tail: str) -> Fig
         f"logarithms of both; at the left edge: at every one measured.{tail}",
         layered,
         60 + columns * (WIDTH + 200),
+        rows.assign(told=shown["told"])[["series", "panel", "cost", "told"]].rename(
+            columns={"told": f"below {BASELINE}", "panel": "of"}
+        ),
     )
 
 

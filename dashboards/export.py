@@ -7,23 +7,19 @@ The files of trials have the columns and types of `dashboards.columns`. The tabl
 from __future__ import annotations
 
 import difflib
-import functools
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from dashboards import columns, table
 from dashboards.pivot import Entry, Pivot, pivot
 from dashboards.report import known
+from dashboards.tex import escaped
 from runners.schema import Plan, UserError
 from runners.search import Searches
 from runners.store import Store
-
-if TYPE_CHECKING:
-    from pylatexenc.latexencode import UnicodeToLatexEncoder
 
 FORMATS = ("csv", "parquet", "latex", "md")
 
@@ -81,13 +77,13 @@ def _latex(plan: Plan, found: Pivot, note: str) -> str:
         r"% needs \usepackage{booktabs}",
         r"\begin{table}",
         r"\centering",
-        rf"\caption{{{_tex(note)}}}",
+        rf"\caption{{{escaped(note)}}}",
         rf"\label{{tab:{label}}}",
         rf"\begin{{tabular}}{{l{'r' * (len(found.head) - 1)}}}",
         r"\toprule",
-        " & ".join(map(_tex, found.head)) + r" \\",
+        " & ".join(map(escaped, found.head)) + r" \\",
         r"\midrule",
-        *(" & ".join(_strong(entry, _tex, r"\textbf{{{}}}") for entry in row) + r" \\" for row in found.rows),
+        *(" & ".join(_strong(entry, escaped, r"\textbf{{{}}}") for entry in row) + r" \\" for row in found.rows),
         r"\bottomrule",
         r"\end{tabular}",
         r"\end{table}",
@@ -97,15 +93,3 @@ def _latex(plan: Plan, found: Pivot, note: str) -> str:
 
 def _strong(entry: Entry, escape: Callable[[str], str], bold: str) -> str:
     return bold.format(escape(entry.text)) if entry.is_best else escape(entry.text)
-
-
-def _tex(text: str) -> str:
-    """`text` in LaTeX's own characters; one that LaTeX has no command for stays, for engines that read UTF-8."""
-    return str(_encoder().unicode_to_latex(text))
-
-
-@functools.cache
-def _encoder() -> UnicodeToLatexEncoder:
-    from pylatexenc.latexencode import UnicodeToLatexEncoder
-
-    return UnicodeToLatexEncoder(unknown_char_policy="keep", unknown_char_warning=False)

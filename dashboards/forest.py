@@ -12,7 +12,7 @@ import pandas as pd
 from dashboards.compare import Comparison
 from dashboards.labels import effect_text, side, verdict_text
 from dashboards.stats import Verdict
-from dashboards.style import COLOURS, GREY, Chart, Figure
+from dashboards.style import BAND, COLOURS, GREY, INK, Chart, Figure
 
 _VERDICT_COLOURS = {Verdict.A_BETTER: COLOURS[0], Verdict.B_BETTER: COLOURS[1], Verdict.NO_DIFFERENCE: COLOURS[2]}
 WIDTH = 400
@@ -49,7 +49,25 @@ def _forest(shown: list[Comparison], provenance: str) -> Figure:
         f"of the sweep. n = {n} pairs. {provenance}",
         _chart(rows, parts, test.metric, ratio),
         WIDTH + 260,
+        _table(shown),
     )
+
+
+def _table(shown: list[Comparison]) -> pd.DataFrame:
+    rows = [
+        {
+            "a": side(c.test.a),
+            "b": side(c.test.b),
+            "on": c.test.set,
+            "effect": c.effect,
+            "95 % low": c.low,
+            "95 % high": c.high,
+            "pairs": len(c.pairs),
+            "verdict": str(c.verdict),
+        }
+        for c in shown
+    ]
+    return pd.DataFrame(rows)
 
 
 def _names(shown: list[Comparison]) -> list[str]:
@@ -92,16 +110,16 @@ def _chart(rows: list[dict[str, Any]], parts: list[dict[str, Any]], metric: str,
     layers: list[Chart] = []
     if any("margin_low" in row for row in rows):
         left = alt.X("margin_low:Q", title=title, scale=scale, axis=numbers)
-        layers.append(base.mark_bar(color="#e8ebef", height=ROW_HEIGHT - 10).encode(left, y, x2="margin_high:Q"))
+        layers.append(base.mark_bar(color=BAND, height=ROW_HEIGHT - 10).encode(left, y, x2="margin_high:Q"))
     nothing = alt.Chart(pd.DataFrame({"x": [1.0 if ratio else 0.0]}))
     low = alt.X("low:Q", title=title, scale=scale, axis=numbers)
     layers += [
-        nothing.mark_rule(color="#333").encode(x="x:Q"),
+        nothing.mark_rule(color=INK).encode(x="x:Q"),
         blocks.mark_tick(color=GREY, thickness=1, size=14, opacity=0.8).encode(x, y, tooltip=["block:N", "effect:Q"]),
         base.mark_rule(strokeWidth=2).encode(low, y, paint, x2="high:Q"),
         base.mark_point(filled=True, size=80, opacity=1).encode(x, y, paint, tooltip=tips),
         base.mark_text(align="left", fontSize=11).encode(
-            x=alt.value(WIDTH + 12), y=y, text="verdict:N", color=alt.value("#333")
+            x=alt.value(WIDTH + 12), y=y, text="verdict:N", color=alt.value(INK)
         ),
     ]
     return alt.layer(*layers).properties(width=WIDTH, height=max(60, ROW_HEIGHT * len(rows)))

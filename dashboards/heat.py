@@ -58,4 +58,5 @@ def heat(data: pd.DataFrame, name: str, bounds: Sequence[float] | None, tail: st
         f"Median over seeds.{tail}",
         chart,
         60 + columns * (wide + 40),
+        cells.rename(columns={"panel": "model", "value": f"median {name}"}),
     )

@@ -1,6 +1,17 @@
+// A chart in a narrow window: its panels below each other and no wider than there is room.
+function fit(spec, width) {
+  const AXES = 90;
+  const view = spec.spec ?? spec;
+  if (typeof view.width !== "number" || width >= view.width + AXES + (spec.spec ? view.width : 0)) return;
+  if (spec.spec) spec.columns = 1;
+  view.width = Math.max(160, Math.min(view.width, width - AXES));
+  spec.config.legend.columns = 2;
+}
+
 // Figures become interactive where scripts run; without them the SVG that is already there stays.
 for (const chart of document.querySelectorAll(".drawing")) {
   const spec = JSON.parse(document.getElementById(chart.dataset.spec).textContent);
+  fit(spec, chart.parentElement.clientWidth);
   const live = document.createElement("div");
   // The chart's label and table say it better than a walk through its marks.
   live.ariaHidden = "true";

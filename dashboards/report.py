@@ -1,15 +1,14 @@
-"""One self-contained report of a sweep: the question, the answer, the verdicts, figures, tables and provenance.
+"""One self-contained report of one or several sweeps: question, answer, verdicts, figures, tables, provenance.
 
 The HTML loads nothing: Vega and the data are inside, and each figure is there as SVG even where scripts do not run. The
-Markdown, the tidy table as CSV and the figures as PNG, SVG and PDF lie beside it.
+Markdown, the tidy table as CSV, the figures as PNG, SVG and PDF, and what is too much for a page as Parquet lie beside
+it. Sweeps that share a report share no statistics: p values are adjusted within each.
 """
 
 from __future__ import annotations
 
 import functools
 import html
-import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,12 +17,12 @@ from typing import Any
 
 import jinja2
 
-from dashboards import cells, columns, searches, style, table, words
+from dashboards import columns, page, style, table
+from dashboards import paper as for_paper
 from dashboards.compare import Comparison, compare
-from dashboards.figures import draw, main_metric, title
-from dashboards.labels import bytes_text, effect_text, nearly, p_text, side, signed, verdict_text
+from dashboards.figures import draw
 from dashboards.outcome import outcome
-from dashboards.stats import Verdict
+from dashboards.style import Figure
 from runners import store as stores
 from runners.ledger import Ledger
 from runners.schema import Plan, Status
@@ -31,6 +30,8 @@ from runners.search import Searches
 
 HERE = Path(__file__).parent
 LOOKS_FILE = "looks.json"
+FORMS = ("png", "svg", "pdf")
+"""What figures are saved as."""
 
 
 @dataclass(frozen=True)
@@ -45,44 +46,104 @@ class Report:
     comparisons: tuple[Comparison, ...] = ()
 
 
-def build(plan: Plan, store_path: Path, revision: str, out: Path, looks: int = 1) -> Report:
+@dataclass(frozen=True)
+class Source:
+    """A sweep to report on.
+
+    `looks` is how often its results were read before seeds were added, this time included (`count_look`): p values are
+    multiplied by it.
+    """
+
+    plan: Plan
+    store: Path
+    revision: str
+    looks: int = 1
+
+
+def build(
+    plan: Plan, store_path: Path, revision: str, out: Path, looks: int = 1, forms: Sequence[str] = FORMS
+) -> Report:
     """Write the report of `plan` from the trial folders of the store into `out` (made if missing).
 
-    `looks` is how often this sweep's results were read before seeds were added, this time included (`count_look`):
-    p values are multiplied by it.
+    `forms` is what figures are saved as beside the page: of png, svg, pdf.
     """
-    view = Searches(plan, stores.Store.open(store_path)).view()
-    plan = view.plan
-    results = table.load(plan, store_path, known(store_path, plan.sweep, int(revision)))
-    comparisons = compare(plan, results, looks)
-    found = cells.collect(plan, results)
-    provenance = f"Sweep {plan.sweep}, spec {plan.spec_hash}, revision {revision}{_commits(results)}."
-    figures = draw(plan, results, comparisons, provenance)
+    return build_all([Source(plan, store_path, revision, looks)], out, forms)
+
+
+def build_all(sources: Sequence[Source], out: Path, forms: Sequence[str] = FORMS, paper: float | None = None) -> Report:
+    """One report of all `sources`, in their order; what lies beside it is in a folder a sweep if there are several.
+
+    With `paper`, a width in inches, figures are saved for a paper too (`dashboards.paper`).
+    """
     out.mkdir(parents=True, exist_ok=True)
-    files = [path for figure in figures for path in style.save(figure, out / "figures")]
-    shown = _view(plan, results, comparisons, found, revision, looks, store_path)
-    shown["searches"] = searches.rows(view.states)
-    shown["figures"] = [
-        {
-            "name": figure.name,
-            "title": figure.title,
-            "description": figure.description,
-            "caption": figure.caption,
-            # Inside a page nothing may end the script element early.
-            "spec": json.dumps(figure.spec()).replace("</", "<\\/"),
-            "svg": style.svg(figure),
-        }
-        for figure in figures
-    ]
-    shown["vega"] = _vega() if figures else ""
+    alone = len(sources) == 1
+    parts = [_part(source, out, "" if alone else f"{source.plan.sweep}/", forms, paper) for source in sources]
+    shown = {
+        "sweeps": [part.shown for part in parts],
+        "vega": _vega() if any(part.shown["figures"] for part in parts) else "",
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
     texts = {"report.html": _render("report.html.j2", shown), "report.md": _render("report.md.j2", shown)}
-    warnings = tuple(filter(None, [shown["unfinished"], *shown["notes"]]))
-    texts["report.json"] = outcome(plan, revision, shown["answer"], results.counts(), comparisons, warnings)
-    texts["table.csv"] = columns.csv(columns.trials(plan, results))
     for name, text in texts.items():
         stores.write_text(out / name, text, durable=False)
-    files += [out / name for name in texts]
-    return Report(out / "report.html", tuple(files), shown["answer"], results.counts(), warnings, tuple(comparisons))
+    answers = [part.shown["answer"] if alone else f"{part.shown['sweep']}: {part.shown['answer']}" for part in parts]
+    warned = [(part.shown["sweep"], warning) for part in parts for warning in part.warnings]
+    return Report(
+        out / "report.html",
+        (*(path for part in parts for path in part.files), *(out / name for name in texts)),
+        "\n".join(answers),
+        {s: sum(p.counts.get(s, 0) for p in parts) for s in dict.fromkeys(s for p in parts for s in p.counts)},
+        tuple(warning if alone else f"{sweep}: {warning}" for sweep, warning in warned),
+        tuple(comparison for part in parts for comparison in part.comparisons),
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One sweep of a report: what the templates show, and what was written beside them."""
+
+    shown: dict[str, Any]
+    files: tuple[Path, ...]
+    counts: dict[str, int]
+    warnings: tuple[str, ...]
+    comparisons: tuple[Comparison, ...]
+
+
+def _part(source: Source, out: Path, folder: str, forms: Sequence[str], paper: float | None) -> _Part:
+    view = Searches(source.plan, stores.Store.open(source.store)).view()
+    plan, revision = view.plan, source.revision
+    results = table.load(plan, source.store, known(source.store, plan.sweep, int(revision)))
+    comparisons = compare(plan, results, source.looks)
+    provenance = f"Sweep {plan.sweep}, spec {plan.spec_hash}, revision {revision}{page.commits(results)}."
+    figures = draw(plan, results, comparisons, provenance, view.states)
+    files = _save(figures, out, f"{folder}figures", forms)
+    if paper is not None:
+        files += [path for figure in figures for path in for_paper.save(figure, out / folder / "paper", paper)]
+    shown = page.view(plan, results, comparisons, view.states, revision, source.looks, source.store)
+    shown["figures"] = page.figure_rows(figures, f"{folder}figures", forms)
+    # Ids of a page are one of a kind.
+    shown["prefix"] = folder.replace("/", "-")
+    shown["folder"] = folder
+    warnings = tuple(filter(None, [shown["unfinished"], *shown["notes"]]))
+    texts = {
+        "report.json": outcome(plan, revision, shown["answer"], results.counts(), comparisons, warnings),
+        "table.csv": columns.csv(columns.trials(plan, results)),
+    }
+    for name, text in texts.items():
+        stores.write_text(out / folder / name, text, durable=False)
+        files.append(out / folder / name)
+    return _Part(shown, tuple(files), results.counts(), warnings, tuple(comparisons))
+
+
+def _save(figures: Sequence[Figure], out: Path, folder: str, forms: Sequence[str]) -> list[Path]:
+    files = [path for figure in figures for path in style.save(figure, out / folder, forms)]
+    for figure in figures:
+        for name in page.beside(figure, folder):
+            rows = figure.table if figure.data is None else figure.data.drop(columns="x", errors="ignore")
+            (out / folder).mkdir(parents=True, exist_ok=True)
+            rows.to_parquet(out / name, index=False)
+            files.append(out / name)
+    return files
 
 
 def known(store_path: Path, sweep: str, revision: int) -> dict[str, tuple[Status, str | None]]:
@@ -117,127 +178,6 @@ def count_look(store: stores.Store, sweep: str, revision: int) -> int:
         except OSError:
             return 1 + len(seen)
     return 1 + len(seen)
-
-
-def _view(
-    plan: Plan,
-    results: table.Results,
-    comparisons: Sequence[Comparison],
-    found: Sequence[cells.Cell],
-    revision: str,
-    looks: int,
-    store_path: Path,
-) -> dict[str, Any]:
-    """Everything the templates show, figures aside, as plain values."""
-    rows = results.members
-    failed = rows[rows["status"] == Status.FAILED]
-    diverged = rows[rows["status"] == Status.DIVERGED]
-    return {
-        "sweep": plan.sweep,
-        "question": plan.question,
-        "answer": words.answer(plan, results, comparisons),
-        "described": words.described(plan, found),
-        "unfinished": words.unfinished(plan, results),
-        "notes": words.notes(plan, results, comparisons, found, looks),
-        "tests": [_test_row(c) for c in comparisons],
-        "single": len(comparisons) == 1,
-        "looks": looks,
-        "main": title("/".join(main_metric(plan))),
-        "columns": list(found[0].scores) if found else [],
-        "cells": [_cell_row(cell) for cell in found],
-        "failed": failed[["cell", "seed", "trial", "error"]].to_dict("records"),
-        "diverged": diverged[["cell", "seed", "trial", "diverged"]].to_dict("records"),
-        "counts": results.counts(),
-        "n_trials": len(plan.members),
-        "provenance": _provenance(plan, results, revision),
-        "differing": words.stamps_that_differ(plan, results),
-        "rerun": _rerun(plan, revision, store_path),
-        "source": plan.source,
-        "spec": json.dumps(plan.spec, indent=2, ensure_ascii=False),
-        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    }
-
-
-def _test_row(found: Comparison) -> dict[str, Any]:
-    test = found.test
-    tone = {Verdict.A_BETTER: "found", Verdict.B_BETTER: "found", Verdict.NO_DIFFERENCE: "same"}
-    show = nearly if test.scale == "ratio" else signed
-    return {
-        "a": side(test.a),
-        "b": side(test.b),
-        "on": f"{test.set} {test.metric}" + (f" at step {test.step}" if test.step is not None else ""),
-        "mean_a": nearly(found.mean_a),
-        "mean_b": nearly(found.mean_b),
-        "effect": ("× " if test.scale == "ratio" else "") + show(found.effect),
-        "interval": "–" if found.low is None else f"{show(found.low)} to {show(found.high)}",
-        "text": effect_text(found),
-        "sd": "" if found.effect_sd is None else f"{signed(found.effect_sd, 2)} seed sd",
-        "margin": "" if test.margin is None else f"{test.margin:g}",
-        "p": p_text(found.p),
-        "p_adjusted": p_text(found.p_adjusted),
-        "pairs": f"{len(found.pairs)} of {len(test.pairs)}",
-        "diverged": found.n_diverged,
-        "verdict": verdict_text(found),
-        "tone": tone.get(found.verdict, "open"),
-        "reason": found.reason,
-        "needs": found.needs,
-        "blocks": [{"block": block or "all", "effect": show(value)} for block, value in found.blocks.items()],
-    }
-
-
-def _cell_row(cell: cells.Cell) -> dict[str, Any]:
-    main, label = cell.main, ""
-    if not main.n:  # another task than the one that the sweep is about may have other metrics
-        column, main = next(((c, s) for c, s in cell.scores.items() if s.n), ("", main))
-        label = f"{title(column)} " if column else ""
-    bad = {s: n for s, n in cell.counts.items() if s != Status.COMPLETE}
-    return {
-        "name": cell.name,
-        "series": cell.series,
-        "condition": cell.condition,
-        "state": cell.state_bytes,
-        "state_text": bytes_text(cell.state_bytes),
-        "params": cell.n_params,
-        "n": f"{main.n} of {cell.planned}" if main.n != cell.planned else f"{main.n}",
-        "mean": cell.main.mean,
-        "mean_text": label + nearly(main.mean),
-        "median": cell.main.median,
-        "median_text": nearly(main.median),
-        "interval": cells.interval_text(main),
-        "seeds": " ".join(nearly(v) for v in main.values),
-        "others": [{"value": s.mean, "text": cells.plus_minus(s)} for s in list(cell.scores.values())[1:]],
-        "bad": ", ".join(f"{n} {status}" for status, n in bad.items()),
-    }
-
-
-def _commits(results: table.Results) -> str:
-    found = (str(stamp["commit"]).partition("+") for stamp in results.stamps.values() if stamp.get("commit"))
-    # "+changed" says that the code was not what the commit holds: it must not be cut off.
-    commits = sorted({commit[:12] + plus + mark for commit, plus, mark in found})
-    return f", commit {' and '.join(commits)}" if commits else ""
-
-
-def _provenance(plan: Plan, results: table.Results, revision: str) -> list[tuple[str, str]]:
-    """Where the numbers come from, line by line."""
-    out = [("sweep", plan.sweep), ("spec hash", plan.spec_hash), ("revision", revision)]
-    for name in table.STAMP_FIELDS:
-        values = sorted({str(stamp[name]) for stamp in results.stamps.values() if stamp.get(name) is not None})
-        if values:
-            out.append((name, ", ".join(values)))
-    hours = float(results.members.drop_duplicates("trial")["wall_s"].fillna(0).sum()) / 3600
-    return [*out, ("time of all trials", f"{hours:.2f} hours")]
-
-
-def _rerun(plan: Plan, revision: str, store_path: Path) -> list[str]:
-    """The commands that run what is missing and write this report again."""
-    spec = store_path / "sweeps" / plan.sweep / revision / "spec.yaml"
-    _, _, profile = plan.sweep.partition("@")
-    launch = f"sweep launch {_quoted(spec)}" + (f" --profile {profile}" if profile else "")
-    return [f"{launch} --store {_quoted(store_path)}", f"sweep report {plan.sweep} --store {_quoted(store_path)}"]
-
-
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))
 
 
 @functools.cache

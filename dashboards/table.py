@@ -46,6 +46,8 @@ class Results:
     warnings: tuple[str, ...] = ()
     code: dict[str, dict[str, str]] = field(default_factory=dict)
     """By trial: the files that trained it, each with a hash of its content. Results from before have none."""
+    kernels: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """By trial: what it measured of its ops on its own numbers (`runners.kernel_evidence.brief`)."""
 
     def shared_code(self, trials: Iterable[str]) -> dict[str, str]:
         """By trial: one digest of those files that all of `trials` used. Those whose files are unknown are left out."""
@@ -87,6 +89,7 @@ def load(plan: Plan, store: Path, known: Known | None = None) -> Results:
         evals=reader.evals,
         warnings=tuple(reader.warnings),
         code=reader.code,
+        kernels=reader.kernels,
     )
 
 
@@ -110,6 +113,7 @@ class _Reader:
         self.stamps: dict[str, dict[str, Any]] = {}
         self.code: dict[str, dict[str, str]] = {}
         self.evals: dict[tuple[str, str], dict[str, float]] = {}
+        self.kernels: dict[str, list[dict[str, Any]]] = {}
         self.warnings: list[str] = []
 
     def member(self, member: Member) -> dict[str, Any]:
@@ -131,6 +135,8 @@ class _Reader:
             # Begun by one code and ended by another: neither alone made it.
             stamp["fingerprint"] = "+".join(result.get("made_by") or [str(stamp.get("fingerprint"))])
             self._code(folder, trial.id, result)
+            if result.get("kernels"):
+                self.kernels[trial.id] = result["kernels"]
             self.stamps[trial.id] = {name: stamp.get(name) for name in STAMP_FIELDS}
         row |= {"diverged": _text(result.get("diverged")), "error": error}
         row |= {f"stamp.{name}": stamp.get(name) for name in STAMP_FIELDS}

@@ -19,11 +19,10 @@ import typer
 
 from runners.schema import Exit, Plan, Status, UserError
 from runners.store import STORE_VARIABLE
-from sweeps import again, stores
+from sweeps import again, reports, stores
 from sweeps.types import show
 
 if TYPE_CHECKING:
-    from dashboards.report import Report
     from runners.driver import Summary, SweepStatus, TrialStatus
     from runners.overview import SearchStatus
 
@@ -248,7 +247,7 @@ def _run(
     _print_summary(summary)
     if with_report and summary.counts.get(Status.COMPLETE, 0) + summary.counts.get(Status.DIVERGED, 0):
         print("writing the report", flush=True)
-        _print_report(_write_report(store, plan.sweep, None, tracking_uri))
+        reports.show(reports.write(store, plan.sweep, None, tracking_uri))
     raise typer.Exit(summary.exit_code)
 
 
@@ -274,37 +273,6 @@ def _print_summary(summary: Summary) -> None:
         print(f"stopped: {summary.stopped}{goes_on}")
     if summary.backlog:
         print(f"MLflow is behind: {summary.backlog}")
-
-
-def _write_report(store: Path, name: str, out: Path | None, tracking_uri: str | None) -> Report:
-    """Build the report of a sweep's latest revision and hang it on the sweep's summary run."""
-    from dashboards import report as reports
-    from runners import summary_run, tracking
-    from runners.store import Store
-
-    opened = Store.open(store)
-    revision, plan = opened.plan(name)
-    folder = out or opened.revision_folder(name, revision) / "report"
-    looks = reports.count_look(opened, name, revision)
-    try:
-        built = reports.build(plan, opened.root, f"{revision:04d}", folder, looks=looks)
-    except OSError as error:
-        raise UserError(
-            f"cannot write the report in {folder}: {error.strerror or error} ({error.filename or folder}). "
-            f"`sweep report {name} --out FOLDER` writes it elsewhere",
-            Exit.ENVIRONMENT,
-        ) from error
-    problem = summary_run.log_report(opened, plan, revision, folder, tracking_uri=tracking_uri)
-    if problem:
-        again = tracking.command(opened, tracking.resolve_uri(opened, tracking_uri), "report", name)
-        print(f"the report is not in MLflow: {problem}; {again} tries again")
-    return built
-
-
-def _print_report(built: Report) -> None:
-    for warning in built.warnings:
-        print(f"note: {warning}")
-    print(f"\n{built.answer}\n\nreport: {built.html}")
 
 
 def status(
@@ -384,13 +352,27 @@ def _search_words(found: SearchStatus) -> str:
 
 
 def report(
-    name: NameArgument,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Sweeps in the store.", show_default=False)],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for it.", show_default="in the store")] = None,
+    figures: Annotated[
+        str, typer.Option("--figures", help="What figures are saved as beside it: of png, svg, pdf; or none.")
+    ] = "png,svg,pdf",
+    paper: Annotated[
+        float | None,
+        typer.Option(
+            "--paper", min=1.5, max=20, help="Also save them so many inches wide, without captions, for a paper."
+        ),
+    ] = None,
     store: StoreOption = None,
     tracking_uri: UriOption = None,
 ) -> None:
-    """Write a sweep's report: tables, figures, one self-contained HTML."""
-    _print_report(_write_report(stores.find(store, name), name, out, tracking_uri))
+    """Write the report of one sweep, or one of several: tables, figures, one self-contained HTML."""
+    forms, names = reports.forms_of(figures), list(dict.fromkeys(names))
+    if len(names) == 1:
+        built = reports.write(stores.find(store, names[0]), names[0], out, tracking_uri, forms, paper)
+    else:
+        built = reports.write_together([(stores.find(store, name), name) for name in names], out, forms, paper)
+    reports.show(built)
 
 
 def export(

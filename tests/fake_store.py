@@ -1,6 +1,7 @@
 """A store with made-up results, written as workers write it: for tests of everything that reads one."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,16 @@ STAMP = {
 }
 
 
-def make_plan(seeds: int = 3, *, tests: bool = True, margin: float | None = None, grid: tuple[int, ...] = ()) -> Plan:
+def make_plan(
+    seeds: int = 3,
+    *,
+    tests: bool = True,
+    margin: float | None = None,
+    grid: tuple[int, ...] = (),
+    tasks: Sequence[dict[str, int]] = TASKS,
+) -> Plan:
     """A plan like the capacity sweep's. `grid` adds an evaluation set `load` over these numbers of pairs."""
-    members = [_member(arm, task, seed, grid) for arm in ARMS for task in TASKS for seed in range(seeds)]
+    members = [_member(arm, task, seed, grid) for arm in ARMS for task in tasks for seed in range(seeds)]
     found = (_test("test", members, margin),) if tests else ()
     if tests and grid:
         found += (_test("load", members, margin),)

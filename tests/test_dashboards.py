@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from fake_store import STAMP, accuracy, diverge, fail, fill, finish, make_plan, without
 
+import mechanisms
 from dashboards import cells, figures, report, style, table, ui, words
 from dashboards.compare import compare
 from dashboards.export import FORMATS, export
@@ -387,31 +388,38 @@ def test_figures_are_drawn_and_not_blank(tmp_path):
     image = pixels(png)
     assert image.shape[0] > 500
     colours = {tuple(int(v) for v in c) for c in np.unique((image * 255).round().reshape(-1, 3), axis=0)}
-    for hexed in style.COLOURS[:4]:  # each family's own colour is really there
-        assert tuple(bytes.fromhex(hexed[1:])) in colours
+    for look in figures.Canvas(plan, results, "").looks.values():  # each family's own colour is really there
+        assert tuple(bytes.fromhex(look.colour[1:])) in colours
     assert (image < 0.99).any(axis=2).mean() > 0.01
     for family in ("softmax", "hola, residual", "Spec abc."):
         assert family in svg.read_text()
 
 
-def test_no_figure_with_nothing_to_show(tmp_path):
+def test_where_nothing_could_be_an_axis_cells_are_rows(tmp_path):
     plan = make_plan(1, tests=False)
     kept = tuple(replace(m, state_bytes=1) for m in plan.members if m.trial.task["n_pairs"] == 4)
     plan = without(plan, members=kept)
+    assert figures.draw(plan, load(tmp_path, plan), [], "") == []  # nothing has run
     store = fill(tmp_path, plan)
     for member in kept:
         (store.trial_folder(member.trial.id) / "metrics" / "0-200.jsonl").unlink()
-    assert figures.draw(plan, load(tmp_path, plan), [], "") == []
+    (drawn,) = figures.draw(plan, load(tmp_path, plan), [], "")
+    assert drawn.name == "cells_test_accuracy"
+    assert len(drawn.table) == 4
 
 
-def test_families_past_the_palette_repeat_a_colour_with_another_mark(tmp_path):
-    plan = make_plan(1)
-    painter = figures.Painter(plan, load(tmp_path, plan), "")
-    painter.labels.families = [f"f{i}" for i in range(12)]
-    marks = list(
-        zip(painter._colour().to_dict()["scale"]["range"], painter._shape().to_dict()["scale"]["range"], strict=True)
-    )
-    assert len(set(marks)) == 12
+def test_a_mechanism_looks_the_same_in_every_report():
+    every = style.looks({name: name for name in style.ORDER})
+    assert len(set(every.values())) == len(style.ORDER)
+    assert style.looks({"mine": "hola", "softmax": "softmax"}) == {"mine": every["hola"], "softmax": every["softmax"]}
+    assert set(style.ORDER) <= set(mechanisms.names())
+    # A variant and a newcomer take what is free, and push nobody aside.
+    wide = style.looks({"new": "new", "hola, recency": "hola", "hola, residual": "hola", "linear": "linear"})
+    assert (wide["hola, recency"], wide["linear"]) == (every["hola"], every["linear"])
+    assert len({look.colour for look in wide.values()}) == 4
+    many = style.looks({f"f{i}": f"f{i}" for i in range(64)})
+    assert len(set(many.values())) == 64
+    assert len(style.looks({f"f{i}": f"f{i}" for i in range(70)})) == 70
 
 
 def test_numbers_inside_a_family_make_series_of_one_colour(tmp_path):
@@ -425,9 +433,9 @@ def test_numbers_inside_a_family_make_series_of_one_colour(tmp_path):
                 members.append(replace(m, trial=trial, varying=varying, state_bytes=1000 * cache))
     plan = without(plan, members=tuple(members), tests=())
     fill(tmp_path, plan)
-    painter = figures.Painter(plan, load(tmp_path, plan), "")
-    assert painter.labels.families == ["hola, residual", "hola, recency"]
-    drawn = painter.load()
+    canvas = figures.Canvas(plan, load(tmp_path, plan), "")
+    assert canvas.labels.families == ["hola, residual", "hola, recency"]
+    drawn = figures.load(canvas, "accuracy")
     assert "cache 16" in json.dumps(drawn.spec())
 
 

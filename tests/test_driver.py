@@ -27,7 +27,7 @@ from runners.ledger import Ledger
 from runners.owner import Owner
 from runners.schema import Exit, Plan, Trial, UserError
 from runners.store import Store, seal, write_json
-from sweeps import operate
+from sweeps import reports
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -368,7 +368,7 @@ def test_a_report_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> Non
     store = fake_store.fill(tmp_path / "runs", plan)
     (store.revision_folder(plan.sweep, 1) / "report").write_text("a file where the folder should be")
     with pytest.raises(UserError, match=r"cannot write the report in .*report: .*--out FOLDER") as caught:
-        operate._write_report(store.root, plan.sweep, None, None)
+        reports.write(store.root, plan.sweep, None, None)
     assert caught.value.exit_code == Exit.ENVIRONMENT
 
 

@@ -93,7 +93,8 @@ def test_the_report_tells_how_each_cell_was_tuned(tmp_path: Path) -> None:
     assert built.counts == {"complete": 16}  # suggestions are in no table
     assert [c.verdict for c in built.comparisons] == [Verdict.A_BETTER]
     html = built.html.read_text()
-    assert '<h2 id="searches">Searches</h2>' in html
+    assert 'id="searches" class="h2">Searches</h2>' in html
+    assert "figure-search_valid_accuracy" in html  # and its history as a figure
     assert "first round" not in html
 
 
