@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,8 @@ MAX_MISSING = 0.2
 ALL_FLIPS = 16
 """Up to this many pairs every flip is counted; above it `DRAWN_FLIPS` of them and the identity."""
 DRAWN_FLIPS = 20_000
+FLIPS_AT_ONCE = 4_096
+"""Bounds the memory of a test with very many pairs."""
 MOST_SEEDS = 1_000
 """Beyond this, "needs about n seeds" says "more than"."""
 MIN_PAIRS_FOR_SD = 10
@@ -151,16 +154,24 @@ def flip_p_value(blocks: Blocks) -> float:
     observed = abs(parts.sum())
     # Sums of the same numbers in another order differ by rounding; a tie is a tie.
     reached = observed - 1e-12 * np.abs(parts).sum()
-    if parts.size <= ALL_FLIPS:
-        codes = np.arange(2**parts.size)[:, None] >> np.arange(parts.size)
-        sums = np.abs((1.0 - 2.0 * (codes & 1)) @ parts)
-        return float((sums >= reached).mean())
-    generator = np.random.default_rng(0)
-    hits = 1
-    for _ in range(DRAWN_FLIPS // 1000):
-        signs = 1.0 - 2.0 * generator.integers(0, 2, size=(1000, parts.size))
-        hits += int((np.abs(signs @ parts) >= reached).sum())
-    return hits / (DRAWN_FLIPS + 1)
+    signs, hits = _signs(parts.size), 0
+    for start in range(0, len(signs), FLIPS_AT_ONCE):
+        hits += int((np.abs(signs[start : start + FLIPS_AT_ONCE] @ parts) >= reached).sum())
+    return hits / len(signs)
+
+
+@lru_cache(maxsize=8)
+def _signs(n: int) -> NDArray[np.int8]:
+    """The flips of n pairs, a row of ±1 each; the identity is among them.
+
+    Where all are counted only those that leave the first pair as it is: the others reach the same sums, negated.
+    """
+    if n <= ALL_FLIPS:
+        bits = np.arange(2 ** (n - 1))[:, None] >> np.arange(n) & 1
+    else:
+        drawn = np.random.default_rng(0).integers(0, 2, size=(DRAWN_FLIPS, n))
+        bits = np.vstack([np.zeros((1, n), dtype=drawn.dtype), drawn])
+    return (1 - 2 * bits).astype(np.int8)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dashboards.cells import Cell, rises_with_load
-from dashboards.compare import Comparison
+from dashboards.compare import Comparison, missing_text
 from dashboards.figures import LOAD_FIRST, main_metric, title
 from dashboards.labels import Labels, bytes_text, counted, effect_text, listed, nearly, p_text, side
 from dashboards.stats import Verdict
@@ -122,7 +122,7 @@ def notes(
     out = []
     counts = results.counts()
     if n := counts.get(Status.DIVERGED, 0):
-        out.append(f"{n} of {len(plan.members)} trials diverged: they score chance, and count in every mean")
+        out.append(f"{n} of {len(plan.members)} trials diverged: {_diverged(plan, results, n)}")
     if n := counts.get(Status.FAILED, 0):
         out.append(f"{n} of {len(plan.members)} trials failed: their pairs count as missing")
     for found in comparisons:
@@ -137,10 +137,26 @@ def notes(
     return [*out, *plan.notes, *results.warnings]
 
 
+def _diverged(plan: Plan, results: Results, n: int) -> str:
+    """What `n` diverged trials count as; without a known chance level they have no score at all."""
+    rows, main = results.members, "/".join(main_metric(plan))
+    gone = rows[rows["status"] == Status.DIVERGED]
+    unknown = n if main not in gone else int(gone[main].isna().sum())
+    if unknown == 0:
+        return "they score chance, and count in every mean"
+    some = "" if unknown == n else f"{n - unknown} score chance; "
+    return f"{some}{unknown} on tasks without a known chance level of {title(main)}, so out of every mean"
+
+
 def _beware(found: Comparison) -> list[str]:
     out = []
     if found.n_missing:
-        out.append(f"{found.n_missing} of {counted(len(found.test.pairs), 'pair')} missing")
+        of = counted(len(found.pairs) + found.n_missing, "pair")
+        out.append(f"{found.n_missing} of {of} missing ({missing_text(found.scored)})")
+    if found.pairs and (lost := [block for block in found.scored.blocks if block not in found.blocks]):
+        out.append(f"no pair at {'; '.join(lost)}: the mean is over the other blocks")
+    if n := found.scored.n_outside:
+        out.append(f"{counted(n, 'pair')} without a size of a between the sizes of b: left out")
     if found.n_diverged:
         out.append(f"{counted(found.n_diverged, 'diverged trial')} in its pairs, scored at chance")
     if found.test.unpaired_a or found.test.unpaired_b:

@@ -17,7 +17,7 @@ Cost
     T in compute, constant in memory when decoding.
 
 Limits
-    The k x k patches want an odd kernel_size.
+    The k x k patches want an odd kernel_size, and images of the size that the model was trained on.
 """
 
 from __future__ import annotations
@@ -81,8 +81,11 @@ class Mixer(Base):
 
     def _around(self, u_BTW: Tensor) -> Tensor:
         """The sum over the square of patches around each."""
-        if self.shape.grid is None:
-            raise ValueError("conv in a model that is not causal reads an image: its shape has a grid of patches")
+        rows, columns = self.shape.grid or (0, 0)
+        if u_BTW.shape[1] != rows * columns:
+            raise ValueError(
+                f"conv reads images of {rows} x {columns} patches, as in training, not of {u_BTW.shape[1]} in all"
+            )
         u_BWRC = u_BTW.unflatten(1, self.shape.grid).permute(0, 3, 1, 2)
         taps_W1KK = self.taps.to(u_BTW.dtype).view(self.width, 1, self.kernel_size, self.kernel_size)
         y_BWRC = F.conv2d(u_BWRC, taps_W1KK, padding=self.kernel_size // 2, groups=self.width)

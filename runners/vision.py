@@ -10,6 +10,7 @@ Letters: B images, N images of a set, C channels, S side of an image (pixels), R
 from __future__ import annotations
 
 import functools
+import importlib.util
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,10 +90,13 @@ def _check(file: str, name: str, pixels: Any, labels_name: str, labels: Any) -> 
 def digits() -> Images:
     """The 1797 handwritten digits of 8 x 8 pixels that scikit-learn comes with (UCI, Alpaydin and Kaynak 1998)."""
     need({"sklearn": "vision"}, "task digits without image_files")
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    return Images(torch.from_numpy(found.images.astype(np.float32) / 16), torch.from_numpy(found.target.astype(int)))
+    found = importlib.util.find_spec("sklearn")
+    assert found is not None
+    assert found.origin is not None
+    # What load_digits reads. Importing sklearn.datasets takes seconds, and every trial's process would.
+    table = np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)
+    image_NSS = torch.from_numpy(table[:, :-1].reshape(-1, 8, 8).astype(np.float32) / 16)
+    return Images(image_NSS, torch.from_numpy(table[:, -1].copy()))
 
 
 def parted(found: Images, n_valid: int, n_test: int, at_most: int | None) -> dict[str, Tensor]:

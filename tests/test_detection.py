@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +364,34 @@ def test_folders_that_are_wrong(folder: Path) -> None:
     assert "no picture of test has an object in it" in told()
     (folder / "set" / "images" / "val" / "0.png").write_text("pixels")
     assert "0.png is no picture that can be read" in told()
+
+
+def test_blood_cells(real_data: Path, tmp_path: Path) -> None:
+    """BCCD, of which each split gives ten pictures: every cell of the file is there, at its place."""
+    with zipfile.ZipFile(real_data / "vision" / "bccd_320.zip") as file:
+        known = json.loads(file.read("annotations.json"))
+        few = [item for split in ("train", "val", "test") for item in known["items"] if item["split"] == split]
+        few = [item for split in ("train", "val", "test") for item in [i for i in few if i["split"] == split][:10]]
+        for item in few:
+            picture = tmp_path / item["split"] / Path(item["image"]).name
+            picture.parent.mkdir(exist_ok=True)
+            picture.write_bytes(file.read(item["image"]))
+            lines = []
+            for cell in item["objects"]:
+                left, top, right, bottom = cell["box_xyxy"]
+                x, y, w, h = (left + right) / 640, (top + bottom) / 480, (right - left) / 320, (bottom - top) / 240
+                lines.append(f"{known['classes'].index(cell['cls'])} {min(x, 1)} {min(y, 1)} {min(w, 1)} {min(h, 1)}")
+            picture.with_suffix(".txt").write_text("\n".join(lines))
+    task = of_files(tmp_path, yolo_files="*/*", image_size=128, channels=3, n_classes=3)
+    for split, name in (("train", "train"), ("valid", "val"), ("test", "test")):
+        own = sorted((item for item in few if item["split"] == name), key=lambda item: item["image"])
+        kinds, found = task.objects(split, torch.arange(10))
+        for item, kind_N, box_N4 in zip(own, kinds, found / PARTS, strict=True):
+            n = len(item["objects"])
+            assert (kind_N >= 0).sum() == n
+            edges = torch.tensor([cell["box_xyxy"] for cell in item["objects"]]) * torch.tensor([0.4, 128 / 240] * 2)
+            assert (box_N4[:n] - edges.clamp(0, 128)).abs().max() < 0.05
+    assert task.batch("test", torch.arange(10), 0).tokens_BT.shape == (10, 256, 192)
 
 
 def test_a_box_over_the_edge_is_cut() -> None:

@@ -6,10 +6,20 @@ import math
 
 import numpy as np
 import pytest
+import simulate_verdicts
 from scipy import stats as scipy_stats
+from simulate_verdicts import BLOCKS, COVERAGE, SEEDS, WRONG, simulate
+from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.power import TTestPower
 
 from dashboards import stats
 from dashboards.stats import Estimate, Evidence, Verdict
+
+
+@pytest.fixture(autouse=True)
+def no_collections(monkeypatch):
+    # statsmodels collects garbage at each call of Holm, which would be nearly all that these tests do.
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
 
 
 def rng(*key: int) -> np.random.Generator:
@@ -148,6 +158,35 @@ def test_holm_by_hand():
     assert stats.holm([1.7]) == [1.0]
 
 
+def test_holm_agrees_with_statsmodels_on_random_families():
+    for n in (1, 5, 20):
+        p = rng(9, n).uniform(0, 0.1, size=n)
+        assert stats.holm(list(p)) == pytest.approx(list(multipletests(p, method="holm")[1]))
+
+
+@pytest.mark.parametrize("sizes", [(3,), (5, 5), (3, 4, 7), (2, 2, 2, 2)])
+def test_flips_of_unequal_blocks_agree_with_scipy(sizes):
+    blocks = {str(i): list(rng(10, i).normal(0.2, 1.0, size=n)) for i, n in enumerate(sizes)}
+    weighted = np.concatenate([np.asarray(v) / len(v) for v in blocks.values()])
+    expected = scipy_stats.permutation_test(
+        (weighted,), lambda x, axis: np.sum(x, axis=axis), permutation_type="samples", n_resamples=np.inf
+    )
+    assert stats.flip_p_value(blocks) == pytest.approx(expected.pvalue)
+
+
+@pytest.mark.parametrize(("spread", "margin", "n_tests"), [(1.0, 0.7, 1), (0.05, 0.02, 6), (0.3, 0.5, 3)])
+def test_seeds_needed_agrees_with_the_power_of_statsmodels(spread, margin, n_tests):
+    blocks = {str(i): [-spread + i, i, spread + i] for i in range(3)}  # sd = spread in each
+    n = stats.seeds_needed(blocks, margin, n_tests)
+
+    def power(seeds: int) -> float:
+        level, df = stats.ALPHA / n_tests, 3 * (seeds - 1)
+        return float(TTestPower().power(margin / spread, 3 * seeds, level, df=df, alternative="two-sided"))
+
+    assert power(n) >= stats.POWER
+    assert n == 2 or power(n - 1) < stats.POWER
+
+
 @pytest.mark.parametrize(("n_tests", "looks", "needed"), [(1, 1, 6), (4, 1, 8), (20, 1, 10), (1, 4, 8), (2, 2, 8)])
 def test_pairs_needed(n_tests, looks, needed):
     assert stats.pairs_needed(n_tests, looks) == needed
@@ -222,33 +261,40 @@ def test_a_real_difference_inside_the_margin_says_so():
 # how often the rule is wrong when there is nothing to find
 
 
-def bimodal(generator: np.random.Generator, *shape: int) -> np.ndarray:
-    """Accuracies that are solved or not: near 1 with probability 0.6, near 0.1 otherwise."""
-    solved = generator.random(shape) < 0.6
-    return np.where(solved, generator.uniform(0.93, 1.0, shape), generator.uniform(0.02, 0.2, shape))
+SLICE = 20
+"""Sweeps a cell in the quick suite."""
 
 
-def ceiling(generator: np.random.Generator, *shape: int) -> np.ndarray:
-    return np.clip(generator.normal(0.97, 0.04, shape), 0.0, 1.0)
+@pytest.mark.parametrize("kind", simulate_verdicts.KINDS)
+def test_a_slice_of_the_simulation_stays_within_its_bounds(kind):
+    """One test a sweep, every number of blocks and seeds: 120 sweeps, three standard errors of a binomial allowed."""
+    cells = [simulate(kind, blocks, seeds, 1, n=SLICE) for blocks in BLOCKS for seeds in SEEDS]
+    n, wrong = sum(cell.n for cell in cells), sum(cell.wrong for cell in cells)
+    assert n == SLICE * 6
+    assert wrong / n <= WRONG + 3 * math.sqrt(WRONG * (1 - WRONG) / n)
+    coverage = sum(cell.covered for cell in cells) / n
+    assert coverage >= COVERAGE[0] - 3 * math.sqrt(COVERAGE[0] * (1 - COVERAGE[0]) / n)
 
 
-@pytest.mark.parametrize("draw", [bimodal, ceiling])
-def test_false_positives_of_the_whole_rule_stay_below_five_percent(draw, monkeypatch):
-    """Two tests of four blocks × three seeds against one shared side; any "better" is a false one."""
-    # statsmodels collects garbage at each call, which would be all that this test does.
-    monkeypatch.setattr(gc, "collect", lambda: 0)
-    generator, wrong, runs = rng(6), 0, 400
-    for _ in range(runs):
-        a, b, c = draw(generator, 3, 4, 3)
-        tests = [{str(i): list(row) for i, row in enumerate(side - c)} for side in (a, b)]
-        adjusted = stats.holm([stats.flip_p_value(blocks) for blocks in tests])
-        found = [
-            stats.judge(Evidence(stats.estimate(blocks), p, 12, 0, stats.pairs_needed(2)))[0]
-            for blocks, p in zip(tests, adjusted, strict=True)
-        ]
-        wrong += any(v in (Verdict.A_BETTER, Verdict.B_BETTER) for v in found)
-    # 5 % of 400 is 20; three standard deviations of a binomial above it 33.
-    assert wrong <= 33
+def test_a_simulated_effect_is_found_the_right_way_round():
+    for kind, effect in (("normal", 0.3), ("accuracy", 0.1)):
+        found = simulate(kind, 3, 5, 1, n=SLICE, effect=effect)
+        assert found.share(Verdict.A_BETTER) >= 0.9
+        assert found.wrong == 0
+    few = simulate("accuracy", 2, 3, 4, n=3, effect=0.1)  # six pairs where four tests need eight
+    assert few.share(Verdict.TOO_FEW) == 1.0
+    assert few.intervals == 12  # estimate and interval are given all the same
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", simulate_verdicts.KINDS)
+@pytest.mark.parametrize("n_tests", [1, 4])
+def test_the_whole_simulation_stays_within_its_bounds(kind, n_tests):
+    for blocks in BLOCKS:
+        for seeds in SEEDS:
+            found = simulate(kind, blocks, seeds, n_tests, n=2000)
+            assert found.wrong / found.n <= WRONG, found.row()
+            assert COVERAGE[0] <= found.coverage <= COVERAGE[1], found.row()
 
 
 def test_false_positives_of_the_t_test_are_right_at_three_seeds():

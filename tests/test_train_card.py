@@ -11,6 +11,8 @@ import torch
 from test_train import CLEAN, SEGMENTS, Log, fit, same, stop_after, trial
 
 import mechanisms
+from runners import model as models
+from runners import tasks
 from runners import train as training
 from runners.schema import Trial
 
@@ -69,6 +71,36 @@ def recorded_updates_are_the_updates(of: Trial, monkeypatch: pytest.MonkeyPatch)
     assert len(run.update._recordings) >= 2, "one for each shape of batch"
     monkeypatch.setenv("MEMSWEEP_CUDA_GRAPHS", "0")
     same(run.final(), fit(of, device=CARD))
+
+
+IMAGES: dict[str, dict[str, Any]] = {
+    "digits": {"name": "digits", "patch": 2, "examples": 40, "valid_examples": 20},
+    "detection": {"name": "detection", "image_size": 32, "max_objects": 1, "examples": 40, "valid_examples": 20},
+}
+
+
+@pytest.mark.parametrize("task", IMAGES)
+@pytest.mark.parametrize("mechanism", ["ela", "softmax", "gated_deltanet"])
+def test_recorded_updates_of_images(mechanism: str, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if task == "detection":
+        pytest.importorskip("pycocotools", reason="needs pycocotools (extra vision)")
+    model = {"d_model": 32, "n_layers": 2, "n_heads": 2, "short_conv": False, "causal": False, "position": "learned"}
+    train = {"steps": 30, "batch_size": 16, "lr": 3e-3}  # an epoch is 16, 16 and 8 rows
+    recorded_updates_are_the_updates(Trial("t", 0, {"name": mechanism}, IMAGES[task], model, train), monkeypatch)
+
+
+@pytest.mark.parametrize("mechanism", ["conv", "ela", "softmax", "gated_deltanet"])
+def test_images_are_read_on_the_card_as_on_the_cpu(mechanism: str) -> None:
+    model = {"d_model": 32, "n_layers": 2, "n_heads": 2, "short_conv": False, "causal": False, "position": "learned"}
+    found = []
+    for device in (torch.device("cpu"), CARD):
+        built = models.build(Trial("t", 0, {"name": mechanism}, IMAGES["detection"], model, None), device)
+        batch = tasks.build(IMAGES["detection"]).batch("train", torch.arange(8), 0, device)
+        loss = batch.mean_loss(built(batch.tokens_BT, batch.position_BQ))
+        loss.backward()
+        found.append([loss.detach().cpu(), *(p.grad.cpu() for p in built.parameters() if p.grad is not None)])
+    for here, there in zip(*found, strict=True):
+        torch.testing.assert_close(there, here, rtol=2e-3, atol=2e-4 * float(here.abs().max() + 1))
 
 
 def test_a_recording_is_not_spoilt_by_what_is_left_of_an_earlier_trial() -> None:

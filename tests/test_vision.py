@@ -189,6 +189,15 @@ def test_every_digit_is_in_one_split_and_for_every_seed_the_same() -> None:
     assert a.target_BQ.shape == (20, 1)
 
 
+@pytest.mark.wide
+def test_the_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    own, theirs = vision.digits(), load_digits()
+    assert np.array_equal(own.image_NSS.numpy() * 16, theirs.images)
+    assert np.array_equal(own.label_N.numpy(), theirs.target)
+
+
 def test_classes_one_by_one_are_all_of_them() -> None:
     task = tasks.build({"name": "digits"})
     whole = task.batch("test", torch.arange(300), 0).target_BQ
@@ -250,6 +259,33 @@ def test_files_that_are_wrong(arrays: dict[str, Any], settings: dict[str, Any], 
         tasks.build({**archive(tmp_path, **arrays), **settings}).check()
     assert words in str(caught.value)
     assert str(caught.value).startswith("task digits: ")
+
+
+def test_conv_wants_images_of_the_trained_size() -> None:
+    with pytest.raises(ValueError, match="conv reads images of 5 x 7 patches"):
+        mixer("conv")(tokens(36))
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "train"),
+    [
+        ("digits8x8_sklearn", {"image_size": 8}, 1197),
+        ("mnist_5k", {"image_size": 28, "patch": 4}, 4400),
+        ("fashion_mnist_6k", {"image_size": 28, "patch": 7, "test_examples": 1000}, 4700),
+    ],
+)
+def test_real_images(file: str, settings: dict[str, Any], train: int, real_data: Path) -> None:
+    path = {"folder": str(real_data), "image_files": f"vision/{file}.npz"}
+    task = tasks.build({"name": "digits", **path, **settings})
+    task.check()
+    assert task.n_examples("train") == train
+    batch = task.batch("test", torch.arange(200), 0)
+    assert batch.target_BQ.unique().tolist() == list(range(10))
+    assert batch.tokens_BT.max() == 1
+    if file == "digits8x8_sklearn":
+        usual = tasks.build({"name": "digits"}).batch("test", torch.arange(200), 0)
+        assert torch.equal(usual.tokens_BT, batch.tokens_BT)
+        assert torch.equal(usual.target_BQ, batch.target_BQ)
 
 
 def test_a_file_that_is_no_archive(tmp_path: Path) -> None:
