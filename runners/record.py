@@ -339,7 +339,10 @@ class Projection:
                 self._client.set_terminated(run.id, status, end_time=state.ended_ms)
             run.status = status
         # The mark comes last: everything before it may be sent again.
-        tags = state.tags() | {MARK: state.mark}
+        # An empty tag only takes back what the run says: otherwise it is one more word on its page.
+        told = {name: text for name, text in state.tags().items() if text or name in run.tags}
+        run.tags |= told.keys()
+        tags = told | {MARK: state.mark}
         self._client.log_batch(run.id, tags=[RunTag(name, value) for name, value in tags.items()])
         run.mark = state.mark
         self._ledger.set_projection(

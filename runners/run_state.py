@@ -163,6 +163,7 @@ class Run:
         self.generation = 0
         self.params: dict[str, str] = {}
         self.latest: dict[str, float] = {}
+        self.tags: set[str] = set()
         self.inputs: set[tuple[str, str]] = set()
         """Name and digest of each data set."""
         self.steps: dict[str, set[int]] = {}
@@ -178,6 +179,7 @@ class Run:
         found.mark = run.data.tags.get(MARK, "")
         found.generation = int(run.data.tags.get(TAG + "generation", 0))
         found.params, found.latest = dict(run.data.params), dict(run.data.metrics)
+        found.tags = set(run.data.tags)
         told = run.inputs.dataset_inputs if run.inputs else []
         found.inputs = {(one.dataset.name, one.dataset.digest) for one in told}
         found.has_past = True

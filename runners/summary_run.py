@@ -66,13 +66,17 @@ def _send(client: Any, run: Any, plan: Plan, revision: int, folder: Path) -> Non
 
 
 def _metrics(outcome: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """`trials/STATUS`, and `effect/NAME` with its interval and adjusted p, of every comparison."""
+    """Trials by status, and of every comparison its effect, interval and adjusted p.
+
+    MLflow makes a section of charts for each name before a slash: one, which sorts behind those of the trials.
+    """
     for status, n in outcome.get("counts", {}).items():
-        yield f"trials/{status}", float(n)
+        yield f"verdict/trials {status}", float(n)
     for one in outcome.get("verdicts", ()):
-        for key, name in {"effect": "", "low": "/low", "high": "/high", "p_adjusted": "/p_adjusted"}.items():
+        name = one["name"].replace("/", " ")
+        for key in ("effect", "low", "high", "p_adjusted"):
             if one.get(key) is not None:
-                yield to_mlflow(f"effect/{one['name']}{name}"), float(one[key])
+                yield to_mlflow(f"verdict/{name} {key}"), float(one[key])
 
 
 def _note(plan: Plan, outcome: Mapping[str, Any]) -> str:

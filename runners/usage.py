@@ -42,7 +42,7 @@ def sampling(attempt: Path, device: Any, sample: Sample | None = None) -> Iterat
         yield
     finally:
         sampler.over.set()
-        sampler.join(EVERY_S)
+        sampler.join(2)
 
 
 def read(folder: Path) -> list[tuple[int, float, dict[str, float]]]:

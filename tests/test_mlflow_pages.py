@@ -92,6 +92,21 @@ def test_a_card_tells_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+@pytest.mark.gpu
+def test_a_real_card_tells_its_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(usage, "EVERY_S", 0.05)
+    attempt = tmp_path / "attempts" / "1"
+    attempt.mkdir(parents=True)
+    held = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    with usage.sampling(attempt, torch.device("cuda")):
+        time.sleep(1.5)
+    metrics = usage.read(tmp_path)[0][2]
+    assert metrics["system/gpu_0_memory_usage_megabytes"] * 1e6 > held.nbytes
+    assert 0 <= metrics["system/gpu_0_utilization_percentage"] <= 100
+
+
 def samples(folder: Path, attempt: int, *moments: float) -> None:
     path = folder / "attempts" / str(attempt) / usage.FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,6 +181,7 @@ def test_a_run_tells_its_data_sets_and_its_machine(sent: Sent) -> None:
     history = sent.client.get_metric_history(run.info.run_id, "system/cpu_utilization_percentage")
     assert [(point.step, point.value) for point in history] == [(0, 0.0), (2, 2.0), (4, 4.0)]
     assert run.data.tags[NOTE].startswith(f"Trial `{sent.plan.members[0].trial.id}`")
+    assert all(run.data.tags.values()), "no empty words on its page"
 
 
 def test_odd_names_and_numbers_are_told_without_harm(sent: Sent) -> None:
@@ -183,9 +199,9 @@ def test_the_summary_says_question_answer_and_verdicts(sent: Sent) -> None:
     assert note.count("\n| admission residual") == 2
     assert tags["memsweep.answer"] == sent.answer
     assert tags["memsweep.verdict.2"].startswith("admission residual vs admission recency (load): ")
-    assert summary.data.metrics["trials/complete"] == 7
+    assert summary.data.metrics["verdict/trials complete"] == 7
     effect = sent.comparisons[0].effect
-    name = to_mlflow("effect/admission residual vs admission recency (test)")
+    name = to_mlflow("verdict/admission residual vs admission recency (test) effect")
     assert summary.data.metrics[name] == pytest.approx(effect)
     assert sent.experiment.tags[NOTE] == f"Which admission keeps more?\n\n{sent.answer}"
     files = {path.path for path in sent.client.list_artifacts(summary.info.run_id, "report")}
