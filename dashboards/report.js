@@ -11,7 +11,7 @@ function fit(spec, width) {
 // Figures become interactive where scripts run; without them the SVG that is already there stays.
 for (const chart of document.querySelectorAll(".drawing")) {
   const spec = JSON.parse(document.getElementById(chart.dataset.spec).textContent);
-  fit(spec, chart.parentElement.clientWidth);
+  fit(spec, chart.closest(".figures").clientWidth - 20); // less what frames it
   const live = document.createElement("div");
   // The chart's label and table say it better than a walk through its marks.
   live.ariaHidden = "true";
