@@ -12,7 +12,7 @@ from sweeps import cli
 from sweeps.plan import load
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "sweeps/SPEC.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "sweeps/SPEC.md", "dashboards/MLFLOW.md")
 
 
 def text(name: str) -> str:

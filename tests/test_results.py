@@ -197,7 +197,7 @@ def test_numbers_survive_exactly(tmp_path):
 
 
 def test_the_example_notebook_runs(filled, monkeypatch):
-    path = ROOT / "examples" / "results.ipynb"
+    path = ROOT / "dashboards" / "examples" / "results.ipynb"
     book = nbformat.read(path, as_version=4)
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in book.cells), "cleared"
     monkeypatch.setenv("MEMSWEEP_STORE", str(filled))
