@@ -57,7 +57,8 @@ class Cards:
         """The fields of a trial's `Job` that say where it runs."""
         place = self._places.get(trial_id)
         if place is None:
-            return {"device": self.given.device, "gpu": self.given.gpu}
+            together = {"workers": self.given.workers, "sharded": self.given.sharded}
+            return {"device": self.given.device, "gpu": self.given.gpu, **together}
         return {
             "device": f"cuda:{place.card}",
             "gpu": place.share,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from runners import tasks
 from runners.batch import Batch
 from runners.schema import Trial, UserError
+from runners.team import ALONE, Team
 
 _log = logging.getLogger(__name__)
 TOKENS_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 18}
@@ -43,24 +45,34 @@ def trial_vocab(trial: Trial) -> int:
 
 
 @torch.inference_mode()
-def score(model: nn.Module, task: Any, split: str, device: torch.device, dtype: str) -> dict[str, float]:
-    """`run` for a task that is already built. Where memory runs out, fewer rows are scored at once, down to one."""
+def score(
+    model: nn.Module, task: Any, split: str, device: torch.device, dtype: str, team: Team = ALONE
+) -> dict[str, float]:
+    """`run` for a task that is already built. Where memory runs out, fewer rows are scored at once, down to one.
+
+    A team shares the rows out and gets the same numbers in each process. One whose weights are cut among its processes
+    has to meet in every forward pass: there, what does not fit fails.
+    """
     was_training = model.training
     model.eval()
     sums: dict[str, Tensor] = {}
-    gathered = task.gather(split) if hasattr(task, "gather") else None
+    gathered, whole_team = task.gather(split) if hasattr(task, "gather") else None, team
+    if gathered is not None:  # wants every row: each process scores all of them
+        team = dataclasses.replace(team, rank=0, size=1)
     n, at_most = 0, 1 << 62
     for rows in task.groups(split):
         width = task.batch(split, torch.tensor(rows[:1]), 0).tokens_BT.shape[1]
         first, at_once = rows.start, min(at_most, len(rows), max(1, TOKENS_AT_ONCE[device.type] // width))
         while first < rows.stop:
-            index_B = torch.arange(first, min(first + at_once, rows.stop))
+            index_B = torch.arange(first, min(first + at_once * team.size, rows.stop))
+            mine_B = team.share(index_B)
             try:
-                batch = task.batch(split, index_B, 0, device)
+                batch = task.batch(split, mine_B if len(mine_B) else index_B[:1], 0, device)
                 logits_BQV = forward(model, batch, dtype)
-                totals = {k: v_B.double().sum() for k, v_B in task.score(logits_BQV, batch).items()}
+                scores = task.score(logits_BQV, batch)
+                totals = {name: v_B.double()[: len(mine_B)].sum() for name, v_B in scores.items()}
             except torch.OutOfMemoryError:
-                if at_once == 1:
+                if at_once == 1 or team.sharded:
                     raise
                 totals = None
             if totals is None:  # here, and not where the error still holds on to what did not fit
@@ -75,9 +87,9 @@ def score(model: nn.Module, task: Any, split: str, device: torch.device, dtype: 
             first += len(index_B)
             n += len(index_B)
     model.train(was_training)
-    means = {name: float(total) / n for name, total in sums.items()}
+    means = {name: float(team.add(total)) / n for name, total in sums.items()}
     others = task.of_means(means) if hasattr(task, "of_means") else {}
-    return {**means, **others, **(gathered.metrics() if gathered is not None else {}), "n": n}
+    return whole_team.agree({**means, **others, **(gathered.metrics() if gathered is not None else {}), "n": n})
 
 
 def forward(model: nn.Module, batch: Batch, dtype: str) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from runners import diagnose, evaluate
 from runners.batch import Batch
 from runners.model import Model
+from runners.team import ALONE, Team
 
 
 class Part(NamedTuple):
@@ -30,26 +31,29 @@ class Part(NamedTuple):
         return self.loss if self.side is None else self.loss + self.side
 
 
-def losses(model: Model, batch: Batch, dtype: str, rows: int | None) -> Iterator[Callable[[], Part]]:
-    """The parts of the batch's loss, `rows` rows each (None = all at once); their sum is the loss."""
+def losses(
+    model: Model, batch: Batch, dtype: str, rows: int | None, team: Team = ALONE
+) -> Iterator[Callable[[], Part]]:
+    """The parts of the batch's loss, `rows` rows each (None = all at once); their sum, over the team, is the loss."""
     n = len(batch.target_BQ)
-    if rows is None or rows >= n:
+    if team.size == 1 and (rows is None or rows >= n):
         yield lambda: Part(batch.mean_loss(evaluate.forward(model, batch, dtype)), _side(model, n))
         return
     n_labels = batch.n_labels()
 
-    def part_of(part: Batch) -> Part:
-        return Part(part.loss(evaluate.forward(model, part, dtype)) / n_labels, _side(model, n))
+    def part_of(part: Batch, weight: float) -> Part:
+        loss, side = part.loss(evaluate.forward(model, part, dtype)) / n_labels, _side(model, n)
+        return Part(loss, side) if weight else Part(0 * loss, None if side is None else 0 * side)
 
-    for first in range(0, n, rows):
-        yield partial(part_of, batch[first : first + rows])
+    for part, weight in team.parts(batch, rows):
+        yield partial(part_of, part, weight)
 
 
-def backward(model: Model, batch: Batch, dtype: str, rows: int | None) -> Tensor:
+def backward(model: Model, batch: Batch, dtype: str, rows: int | None, team: Team = ALONE) -> Tensor:
     """The loss at the labels, detached; the gradient, of what the model adds too, is added to the parameters'. Waits
-    for no device."""
+    for no device. Both are this process's part of the team's."""
     total: Tensor | None = None
-    for part_of in losses(model, batch, dtype, rows):
+    for part_of in losses(model, batch, dtype, rows, team):
         part = part_of()
         part.total.backward()  # frees the part's activations before the next one is run
         total = part.loss.detach() if total is None else total + part.loss.detach()

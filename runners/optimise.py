@@ -6,9 +6,15 @@ them than in them. Here all decayed parameters are views of one tensor, all othe
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
+from runners.team import ALONE, Team
+
+P = TypeVar("P", bound=Tensor)
 ALIGN = 64
 """Each parameter starts at a multiple of this many elements, so that vector loads stay aligned."""
 
@@ -30,19 +36,41 @@ class FlatAdam:
         eps: float,
         weight_decay: float,
         clip: float | None,
+        team: Team = ALONE,
     ) -> None:
         named = dict(model.named_parameters())
         decayed = [p for name, p in named.items() if name not in no_decay]
         plain = [p for name, p in named.items() if name in no_decay]
-        self.clip = clip
-        self.flats = [_flatten(parameters) for parameters in (decayed, plain) if parameters]
-        decay = [weight_decay, 0.0] if decayed else [0.0]
-        groups = [{"params": [flat], "weight_decay": wd} for flat, wd in zip(self.flats, decay, strict=False)]
+        self._team = team
+        groups_of = [parameters for parameters in (decayed, plain) if parameters]
+        # All gradients in a row, and the loss behind them: a team adds them up at once.
+        self._sums = groups_of[0][0].new_zeros(sum(map(room, groups_of)) + 1)
+        self.flats: list[nn.Parameter] = []
+        for parameters in groups_of:
+            first = sum(flat.numel() for flat in self.flats)
+            self.flats.append(_flatten(parameters, self._sums[first : first + room(parameters)]))
+        groups = [[flat] for flat in self.flats]
+        self._begin(groups, bool(decayed), optimizer, betas, eps, weight_decay, clip)
+
+    def _begin(
+        self,
+        groups: list[list[nn.Parameter]],
+        has_decayed: bool,
+        optimizer: str,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        clip: float | None,
+    ) -> None:
+        """Sets up the updates of `groups`: the decayed, if there are such, and the others."""
+        self.clip, self.flats = clip, [flat for group in groups for flat in group]
+        decay = [weight_decay, 0.0] if has_decayed else [0.0]
+        given = [{"params": group, "weight_decay": wd} for group, wd in zip(groups, decay, strict=False)]
         kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optimizer]
         device = self.flats[0].device
         # On a card the rate is read there: an update that is recorded as a CUDA graph finds the newest.
         self.rate: Tensor | float = torch.zeros((), device=device) if device.type == "cuda" else 0.0
-        self.inner = kind(groups, lr=self.rate, betas=betas, eps=eps, fused=True, capturable=device.type == "cuda")
+        self.inner = kind(given, lr=self.rate, betas=betas, eps=eps, fused=True, capturable=device.type == "cuda")
         self.bad = torch.zeros((), device=device)
         self.inner.found_inf = self.bad  # what a gradient scaler sets: 1 skips the update
 
@@ -55,15 +83,25 @@ class FlatAdam:
             group["lr"] = lr
 
     def step(self, loss: Tensor) -> Tensor:
-        """One update from the gradients there are, which are then zeroed. Returns their norm before clipping."""
-        grads = [flat.grad for flat in self.flats if flat.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+        """One update from the gradients there are, which are then zeroed. Returns their norm before clipping.
+
+        In a team gradients and `loss` are this process's part: `loss` becomes that of the whole batch, in place.
+        """
+        grads, norm = self._add_up(loss)
         self.bad.copy_(torch.maximum(self.bad, (~torch.isfinite(norm + loss)).float()))
         if self.clip is not None:
             torch._foreach_mul_(grads, (self.clip / (norm + 1e-6)).clamp(max=1.0))
         self.inner.step()
         torch._foreach_zero_(grads)
         return norm
+
+    def _add_up(self, loss: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The gradients of the whole batch and their norm; `loss` becomes its loss, in place."""
+        if self._team.size > 1:
+            self._sums[-1] = loss
+            loss.copy_(self._team.add(self._sums)[-1])
+        grads = [flat.grad for flat in self.flats if flat.grad is not None]
+        return grads, torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments and counts, by group."""
@@ -80,16 +118,24 @@ class FlatAdam:
             self.inner.state[flat] = {name: value.to(flat.device).clone() for name, value in mine.items()}
 
 
-def _flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """One parameter that holds them all; they, and their gradients, become views of it."""
-    starts, total = [], 0
+def places(parameters: Sequence[P]) -> Iterator[tuple[P, int, int]]:
+    """Each parameter with where it starts and stops in the flat one."""
+    start = 0
     for parameter in parameters:
-        starts.append(total)
-        total += -(-parameter.numel() // ALIGN) * ALIGN
-    flat = nn.Parameter(parameters[0].new_zeros(total))
-    flat.grad = torch.zeros_like(flat)
-    for parameter, start in zip(parameters, starts, strict=True):
-        stop = start + parameter.numel()
+        yield parameter, start, start + parameter.numel()
+        start += -(-parameter.numel() // ALIGN) * ALIGN
+
+
+def room(parameters: Sequence[Tensor]) -> int:
+    """Elements of the flat parameter."""
+    return sum(-(-parameter.numel() // ALIGN) * ALIGN for parameter in parameters)
+
+
+def _flatten(parameters: list[nn.Parameter], grad: Tensor) -> nn.Parameter:
+    """One parameter that holds them all, with the gradient `grad`; they, and their gradients, become views of it."""
+    flat = nn.Parameter(parameters[0].new_zeros(len(grad)))
+    flat.grad = grad
+    for parameter, start, stop in places(parameters):
         with torch.no_grad():
             flat[start:stop] = parameter.flatten()
             parameter.data = flat.data[start:stop].view_as(parameter)

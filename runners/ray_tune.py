@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 _QUIET = {
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -46,10 +46,15 @@ from runners.shared import JOB_FILE, STOP_FILE, Courier, Shared, patiently  # no
 from runners.store import read_json, write_json, write_text  # noqa: E402
 from runners.trial import began, read_outcome, run_job, write_outcome  # noqa: E402
 
+if TYPE_CHECKING:
+    from runners.team import Team
+
 SHARED_S = 60.0
 """How long the driver waits for shared storage that is away, a job at a time."""
 _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Ray takes 127.0.0.1 to mean the address that the network sees; the next one it leaves alone."""
+_LEAD_BYTES = 2**20
+"""What the actor of a trial with workers of its own asks for: it only waits, and Tune wants it to ask for something."""
 _ROOT = str(Path(__file__).resolve().parent.parent)
 
 
@@ -79,39 +84,50 @@ class Worker(tune.Trainable):
         return True
 
     def step(self) -> dict[str, Any]:
-        with self._job() as job:
-            folder = Path(job.folder) / "attempts" / str(job.attempt)
-            node = {"node": ray.get_runtime_context().get_node_id(), "ip": ray.util.get_node_ip_address()}
-            write_json(folder / NODE_FILE, node, durable=False)
-            with _output_to(folder / "log.txt"):
-                outcome = self._run(job, folder)
+        if "team" in self.task:
+            from runners import ray_train
+
+            with _output_to(Path(os.devnull)):
+                ray_train.run(self.task)
+            return {"done": True}
+        outcome = run_task(self.task)
         if outcome.status == Status.FAILED:
             raise JobFailedError(outcome.error)  # ends the process: what failed may have left it in any state
         return {"done": True}
 
-    @contextlib.contextmanager
-    def _job(self) -> Iterator[Job]:
-        path, shared = Path(self.task["job"]), self.task.get("shared")
-        if shared is None:
-            yield read_job(path)
-            return
-        scratch = make_scratch()
-        try:
-            with shared.working_copy(self.task["trial"], int(path.parent.name), scratch) as folder:
-                yield dataclasses.replace(
-                    read_job(folder / "attempts" / path.parent.name / JOB_FILE), folder=str(folder)
-                )
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
 
-    def _run(self, job: Job, folder: Path) -> Outcome:
-        try:
-            code.check()
-        except code.OtherCodeError as problem:
-            outcome = Outcome(job.trial.id, job.attempt, Status.FAILED, Failure.INFRA, str(problem), seconds=0.0)
-            write_outcome(folder, outcome)
-            return outcome
-        return run_job(job, should_stop=(folder / STOP_FILE).exists)
+def run_task(task: dict[str, Any], team: Team | None = None) -> Outcome:
+    """Run the job of `task`, in this process or, as rank 0, with the others of `team`."""
+    with _job_of(task) as job:
+        folder = Path(job.folder) / "attempts" / str(job.attempt)
+        node = {"node": ray.get_runtime_context().get_node_id(), "ip": ray.util.get_node_ip_address()}
+        write_json(folder / NODE_FILE, node, durable=False)
+        with _output_to(folder / "log.txt"):
+            return _run(job, folder, team)
+
+
+@contextlib.contextmanager
+def _job_of(task: dict[str, Any]) -> Iterator[Job]:
+    path, shared = Path(task["job"]), task.get("shared")
+    if shared is None:
+        yield read_job(path)
+        return
+    scratch = make_scratch()
+    try:
+        with shared.working_copy(task["trial"], int(path.parent.name), scratch) as folder:
+            yield dataclasses.replace(read_job(folder / "attempts" / path.parent.name / JOB_FILE), folder=str(folder))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _run(job: Job, folder: Path, team: Team | None) -> Outcome:
+    try:
+        code.check()
+    except code.OtherCodeError as problem:
+        outcome = Outcome(job.trial.id, job.attempt, Status.FAILED, Failure.INFRA, str(problem), seconds=0.0)
+        write_outcome(folder, outcome)
+        return outcome
+    return run_job(job, should_stop=(folder / STOP_FILE).exists, team=team)
 
 
 class JobFailedError(Exception):
@@ -166,11 +182,15 @@ class _Jobs(Searcher):
 
     def _hand_over(self, job: Job) -> dict[str, Any]:
         path, shared = write_job(job), self._shared
+        team: dict[str, Any] = {}
+        if job.workers > 1:
+            fields = ("workers", "sharded", "threads", "device")
+            team["team"] = {name: getattr(job, name) for name in fields}
         if shared is None:
-            return {"job": str(path)}
+            return {"job": str(path), **team}
         with contextlib.suppress(OSError):  # then its worker finds no job, and the trial is tried again
             patiently(lambda: shared.send(job, path.read_bytes()), SHARED_S)
-        return {"job": str(path), "trial": job.trial.id, "shared": shared}
+        return {"job": str(path), "trial": job.trial.id, "shared": shared, **team}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         job = self.running.pop(trial_id, None)
@@ -246,6 +266,7 @@ class RayExecutor:
 
     def __init__(self, given: Share, place: Place, *, gpus: int, gpu: float) -> None:
         self.slots, self._threads, self._gpus, self._gpu = given.slots, given.threads, gpus, gpu
+        self._workers = given.workers
         self._place = place
         self._scratch: Path | None = None
         self._let_go: Callable[[], None] = lambda: None
@@ -315,7 +336,7 @@ class RayExecutor:
         with environment(variables), _another_group():
             self._let_go = start_ray(
                 address="local",
-                num_cpus=self.slots * self._threads,
+                num_cpus=self.slots * self._threads * self._workers,
                 num_gpus=self._gpus,
                 include_dashboard=False,
                 log_to_driver=False,
@@ -330,13 +351,18 @@ class RayExecutor:
         """Trials more than can run: an actor is kept for the next one only if that waits. On a cluster with room for
         more than the slots it would not wait but run, so there each trial starts a process of its own."""
         machine = self._place.machine
+        if self._workers > 1:
+            return 0  # its actor takes nothing itself, so Tune would begin it at once, and its workers would wait
         return 1 if machine is None or machine.fit(self._threads, self._gpu) <= self.slots else 0
 
     def _fit(self, jobs: _Jobs) -> None:
         self._rounds += 1
+        own: dict[str, float] = (
+            {"cpu": self._threads, "gpu": self._gpu} if self._workers == 1 else {"memory": _LEAD_BYTES}
+        )
         with jobs._keeping_problems():
             tune.Tuner(
-                tune.with_resources(Worker, {"cpu": self._threads, "gpu": self._gpu}),
+                tune.with_resources(Worker, own),
                 tune_config=tune.TuneConfig(
                     search_alg=jobs,
                     num_samples=-1,

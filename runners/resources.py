@@ -57,6 +57,9 @@ class Share:
     gpu: float
     packed: bool = False
     jobs: int | None = None
+    workers: int = 1
+    """Processes of a trial, each with `threads` threads; on cards each has one, and `gpu` is their number."""
+    sharded: bool = False
 
     @property
     def device(self) -> str:
@@ -67,6 +70,8 @@ class Share:
         at_once = f"at most {at_once}, as measured," if self.packed else at_once
         cards = f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}" if self.gpu else "CPU"
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        if self.workers > 1:
+            threads = f"{self.workers} workers of {threads}"
         return f"{at_once} on {cards}, {threads} each"
 
 
@@ -121,13 +126,14 @@ def share(resources: Mapping[str, Any], executor: str, jobs: int | None, machine
     asked, cards, threads = resources.get("gpu"), machine.gpus, int(resources.get("cpu") or 1)
     if asked not in (None, "auto", 0) and not cards:
         raise UserError(f"resources.gpu is {asked:g}, but there is no usable GPU on {machine.name}", Exit.ENVIRONMENT)
-    if isinstance(asked, int | float) and asked > 1:
-        raise UserError(f"resources.gpu is {asked:g}: one trial on several GPUs is not there yet; give 1 or less")
     if not machine.cores:
         raise UserError(f"{machine.name} has no node that takes trials now (ray status)", Exit.ENVIRONMENT)
     if threads > machine.cores:
         has = f"{machine.cores} cores" if machine.is_here else f"no node with more than {machine.cores} CPUs"
         raise UserError(f"resources.cpu is {threads}, but {machine.name} has {has}", Exit.ENVIRONMENT)
+    workers = _workers(resources)
+    if workers > 1:
+        return _team(resources, executor, jobs, machine, workers)
     is_alone = executor == "inline" or bool(resources.get("alone"))
     fit = max(1, machine.fit(threads))
     if asked == 0 or not cards:
@@ -149,6 +155,46 @@ def share(resources: Mapping[str, Any], executor: str, jobs: int | None, machine
                 f"resources: a trial needs {what}, and no node of {machine.name} has them", Exit.ENVIRONMENT
             )
     return Share(slots, threads, cards, gpu, jobs=jobs)
+
+
+def _workers(resources: Mapping[str, Any]) -> int:
+    """Processes of a trial: `workers`, or as many as the cards that `gpu` asks for."""
+    asked, workers = resources.get("gpu"), resources.get("workers")
+    cards = int(asked) if isinstance(asked, int | float) and asked > 1 else None
+    if cards and workers and cards != workers:
+        raise UserError(
+            f"resources: gpu is {cards} and workers is {workers}; each worker has a GPU, so give one of them"
+        )
+    found = int(workers or cards or 1)
+    if found > 1 and isinstance(asked, float) and 0 < asked < 1:
+        raise UserError(f"resources: {found} workers have a whole GPU each, and gpu is {asked:g}")
+    if found == 1 and resources.get("shard"):
+        raise UserError("resources.shard cuts a trial's weights among its workers: give gpu or workers, 2 or more")
+    return found
+
+
+def _team(resources: Mapping[str, Any], executor: str, jobs: int | None, machine: Machine, workers: int) -> Share:
+    """What a trial of several workers gets. They may be on several nodes of a cluster."""
+    if executor != "ray":
+        raise UserError(f"resources: {workers} workers for one trial want the executor ray, not {executor}")
+    threads, asked = int(resources.get("cpu") or 1), resources.get("gpu")
+    on_cards = machine.gpus > 0 and asked != 0
+    if on_cards and workers > machine.gpus:
+        raise UserError(
+            f"resources: one trial on {workers} GPUs, but {machine.name} has {machine.gpus}", Exit.ENVIRONMENT
+        )
+    # Here, cores are not counted where there are cards: a worker launches kernels and waits.
+    fit = machine.gpus if on_cards and machine.is_here else machine.fit(threads, 1.0 if on_cards else 0.0)
+    if fit < workers:
+        each = f"{threads} CPU{'s' if threads > 1 else ''}{' and a GPU' if on_cards else ''}"
+        raise UserError(
+            f"resources: one trial on {workers} workers with {each} each, but {machine.name} has room for {fit}",
+            Exit.ENVIRONMENT,
+        )
+    slots = 1 if resources.get("alone") else min(jobs or fit, fit // workers)
+    sharded, cards = bool(resources.get("shard")), machine.gpus if on_cards else 0
+    gpu = float(workers) if on_cards else 0.0
+    return Share(slots, threads, cards, gpu, jobs=jobs, workers=workers, sharded=sharded)
 
 
 def remember(revision: Path, given: Share) -> None:

@@ -482,6 +482,10 @@ class Job:
     """What the worker measures of a card: `memory`, or `steps` too; nothing by default."""
     rungs: Rungs | None = None
     """Where the training may be cut off; None = it is trained to its end."""
+    workers: int = 1
+    """Processes that train it together, each with `threads` threads and, on a card, a card of its own."""
+    sharded: bool = False
+    """Weights, gradients and moments are cut among them instead of being held by each."""
 
 
 @dataclass(frozen=True, slots=True)

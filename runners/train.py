@@ -31,6 +31,7 @@ from runners.kernel_evidence import Witness
 from runners.optimise import FlatAdam
 from runners.rungs import decide
 from runners.schema import Rungs, Trial, UserError
+from runners.team import ALONE, Team
 
 _log = logging.getLogger(__name__)
 REVISION = 1
@@ -199,6 +200,7 @@ def fit(
     checkpoint_every_s: float,
     micro_batch: int | None = None,
     rungs: Rungs | None = None,
+    team: Team = ALONE,
 ) -> Fit:
     """Trains `trial` from `start` (None = from its initial weights) to its end.
 
@@ -208,25 +210,28 @@ def fit(
     A snapshot of an ended run gives that run's `Fit` again. Out-of-memory errors are raised as they are; with
     `micro_batch` an update runs that many rows at a time and needs less memory: the same batch, clip and step.
     With `rungs` the run ends as pruned where it is worse than the cut-off of a rung.
+    With a `team` each of its processes calls this with the same arguments but those that call back, of which rank 0's
+    alone count; the numbers are those of one process but for the order of sums, and any team goes on from any snapshot.
     """
     if start is not None and "ended" in start.meta:
         return Fit(**start.meta["ended"], snapshot=start)
     if trial.train is None:
         return _untrained(trial, device)
-    run = _Run(trial, device, micro_batch, rungs)
+    run = _Run(trial, device, micro_batch, rungs, team)
     if start is not None:
         run.load(start)
         run.look_at_rungs()  # the run may have been killed between a validation and what follows from it
     run.announce = _every(PROGRESS_EVERY_S, progress)
     committed = time.monotonic()
     while not run.over:
-        if should_stop():
+        is_due = time.monotonic() - committed >= checkpoint_every_s
+        what = team.agree("stop" if should_stop() else "commit" if is_due else "")
+        if what:
             snapshot = run.snapshot()
             commit(snapshot, run.take_points())
-            return run.ended("interrupted", "interrupted", snapshot)
-        if time.monotonic() - committed >= checkpoint_every_s:
-            commit(run.snapshot(), run.take_points())
             committed = time.monotonic()
+        if what == "stop":
+            return run.ended("interrupted", "interrupted", snapshot)
         run.advance()
         run.announce(run.step, run.steps, run.metrics)
     if run.pruned is not None:
@@ -285,12 +290,24 @@ class _Run:
     """One training in memory: model, optimiser, rows, and the losses not yet fetched."""
 
     def __init__(
-        self, trial: Trial, device: torch.device, micro_batch: int | None = None, rungs: Rungs | None = None
+        self,
+        trial: Trial,
+        device: torch.device,
+        micro_batch: int | None = None,
+        rungs: Rungs | None = None,
+        team: Team = ALONE,
     ) -> None:
         assert trial.train is not None
+        self.team = team
         self.device, self.train, self.micro_batch = device, Train(**trial.train), micro_batch
         self.task = tasks.build(trial.task)
-        self.model = models.build(trial, device).train()
+        self.model = models.build(trial, "cpu" if team.sharded else device).train()
+        if team.sharded:
+            from runners import sharded  # a second of imports that few need
+
+            if self.train.probe:
+                raise UserError("train.probe reads weights outside of the model's own pass: not with resources.shard")
+            sharded.cut(self.model, device, team)
         self.n_params = sum(p.numel() for p in self.model.parameters())
         facts = sys.modules[type(self.task).__module__]
         self.select, self.sign = facts.SELECT, 1 if facts.METRICS[facts.SELECT] == "max" else -1
@@ -300,7 +317,8 @@ class _Run:
         share = self.feed.steps_per_epoch if t.epochs is not None else -(-self.steps // 5)
         self.eval_every = t.eval_every or share
         self.log_every = max(1, self.steps // POINTS)
-        self.optimiser = FlatAdam(
+        kind = sharded.ShardedAdam if team.sharded else FlatAdam
+        self.optimiser = kind(
             self.model,
             self.model.no_decay(),
             optimizer=t.optimizer,
@@ -308,8 +326,10 @@ class _Run:
             eps=1e-8,
             weight_decay=t.weight_decay,
             clip=t.clip,
+            team=team,
         )
         self.update = Recorded(self._update, device, _log.warning)
+        self.update.on &= not team.sharded  # weights come and go, in memory that does not stay
         self.witness = Witness()
         self.step = self.tokens = self.unread = 0
         self.losses = torch.zeros(self.log_every, device=device)
@@ -347,7 +367,7 @@ class _Run:
 
     def _update(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss, and the norm of its gradient before clipping."""
-        loss = micro.backward(self.model, batch, self.train.dtype, self.micro_batch)
+        loss = micro.backward(self.model, batch, self.train.dtype, self.micro_batch, self.team)
         return loss, self.optimiser.step(loss)
 
     def _point(self, metrics: dict[str, float]) -> None:
@@ -371,7 +391,14 @@ class _Run:
     def _diverge(self, step: int) -> None:
         """The guard has kept the weights from before update `step`, so the update can be looked at again."""
         self.stopped_by = "diverged"
-        place = micro.diagnose_parts(self.model, self.feed.batch(step), self.train.dtype, self.micro_batch)
+        if self.team.sharded:
+            self.diverged = {"step": step + 1, "where": "?", "what": "not looked for: weights are cut among workers"}
+            return
+        batch = self.feed.batch(step)  # the whole of it: each process of a team sees, and says, the same
+        rows = (
+            self.micro_batch if self.team.size == 1 else self.micro_batch or -(-len(batch.target_BQ) // self.team.size)
+        )
+        place = micro.diagnose_parts(self.model, batch, self.train.dtype, rows)
         self.diverged = {"step": step + 1, **place}
 
     def _validate(self) -> None:
@@ -379,7 +406,7 @@ class _Run:
             self._read()
         if self.over:
             return
-        scores = evaluate.score(self.model, self.task, "valid", self.device, self.train.dtype)
+        scores = evaluate.score(self.model, self.task, "valid", self.device, self.train.dtype, self.team)
         del scores["n"]
         valid = {f"valid/{name}": value for name, value in scores.items()}
         if self.train.probe:
@@ -420,13 +447,20 @@ class _Run:
             meta["micro_batch"] = self.micro_batch
         if self.best:
             meta["best_scores"] = self.best_scores
-        return Snapshot(self.step, {name: value.detach().clone() for name, value in tensors.items()}, meta)
+        return Snapshot(self.step, self._copies(tensors), meta)
+
+    def _copies(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.team.sharded:
+            from runners import sharded
+
+            return {name: sharded.whole(value, self.team).clone() for name, value in tensors.items()}
+        return {name: value.detach().clone() for name, value in tensors.items()}
 
     def load(self, start: Snapshot) -> None:
         """Continues from `start` as if nothing had happened."""
         with torch.no_grad():
             for name, parameter in self.model.state_dict(keep_vars=True).items():
-                parameter.copy_(start.tensors[f"model.{name}"])
+                parameter.copy_(self._share(start.tensors[f"model.{name}"], parameter))
         self.optimiser.load(_part(start.tensors, "optimiser."))
         self.optimiser.bad.copy_(start.tensors["unread.bad"])
         self.losses.copy_(start.tensors["unread.losses"])
@@ -436,6 +470,13 @@ class _Run:
         self.step, self.tokens, self.unread = (start.meta[name] for name in ("step", "tokens", "unread"))
         self.metrics = dict(start.meta["metrics"])
 
+    def _share(self, full: Tensor, parameter: Tensor) -> Tensor:
+        if self.team.sharded:
+            from runners import sharded
+
+            return sharded.share(full, parameter)
+        return full
+
     def final(self) -> Fit:
         """The end of a run: its snapshot holds the weights to evaluate and how it ended, no optimiser.
 
@@ -444,7 +485,7 @@ class _Run:
         assert self.stopped_by is not None
         status = "diverged" if self.diverged else "complete"
         weights = self.best or self.model.state_dict()
-        tensors = {f"model.{name}": value.detach().clone() for name, value in weights.items()}
+        tensors = self._copies({f"model.{name}": value for name, value in weights.items()})
         result = self.ended(status, self.stopped_by, Snapshot(self.step, tensors, {}))
         fields = {
             name: getattr(result, name) for name in Fit.__dataclass_fields__ if name not in ("snapshot", "evidence")

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from runners import checkpoints, kernel_evidence, split, stale, usage
 from runners import meter as meters
@@ -35,6 +35,9 @@ from runners.rungs import stands
 from runners.schema import SCHEMA_VERSION, EvalSlice, Failure, Job, Outcome, Status
 from runners.stamp import stamp
 from runners.store import ASIDE, last_attempt, read_json, read_sealed, seal, write_json, write_text
+
+if TYPE_CHECKING:
+    from runners.team import Team
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 _POLL_S = 0.5
@@ -86,11 +89,13 @@ def run_job(
     progress: Progress | None = None,
     should_stop: Callable[[], bool] | None = None,
     meter: Meter | None = None,
+    team: Team | None = None,
 ) -> Outcome:
     """Bring the trial's folder up to date and say how it went. Raises nothing but what ends the process.
 
     A failure leaves its traceback in `attempts/<n>/error.txt`; the outcome carries the last line. Where the folder
     takes not even these words, on a full disk, the outcome alone tells. `meter` stands in for the one on the card.
+    Of a `team`, rank 0 calls this, and the others `follow`.
     """
     attempt, outcome = Path(job.folder) / "attempts" / str(job.attempt), None
     first = time.monotonic()
@@ -98,7 +103,9 @@ def run_job(
         attempt.mkdir(parents=True, exist_ok=True)
         with open(attempt / "log.txt", "a", encoding="utf-8") as file:
             log = Log(file.write, file.flush)
-            outcome = _attempt(job, attempt, _Work(job, log, progress, should_stop, meter))
+            outcome = _attempt(job, attempt, _Work(job, log, progress, should_stop, meter, team))
+            if outcome.failure == Failure.INFRA:  # another process of the team may have said why it had to fail
+                outcome = read_outcome(Path(job.folder), job.trial.id, job.attempt) or outcome
             why = f" ({outcome.failure}): {outcome.error}" if outcome.failure else f": {outcome.error}"
             log(f"{outcome.status}" + (why if outcome.error else ""))
     except Exception as problem:  # the log cannot be kept; what is committed stays so
@@ -126,6 +133,44 @@ def _attempt(job: Job, attempt: Path, work: _Work) -> Outcome:
     if failure == Failure.OOM or job.measure:
         free_memory()  # only now: the error held on to all that was on its way; and others share the card
     return Outcome(job.trial.id, job.attempt, status, failure, error, rows)
+
+
+def follow(team: Team, folder: Path | None = None) -> None:
+    """What a process of a team does that is not its rank 0: train along, as often as rank 0 says. It writes nothing.
+
+    Where it fails, it leaves the reason in `folder`, the attempt's, if that can be seen from here, and raises.
+    """
+    import torch
+
+    job, start = team.agree(cast("tuple[Job, Any] | tuple[None, None]", (None, None)))
+    if job is None:
+        return
+    torch.set_num_threads(job.threads)
+    keep_freed_memory()
+    engine, rows = load_engine(), job.micro_batch
+    try:
+        engine.fit(
+            job.trial,
+            device=torch.device(job.device),
+            start=start and engine.snapshot(*start),
+            commit=lambda *_: None,
+            progress=lambda *_: None,
+            should_stop=lambda: False,
+            checkpoint_every_s=math.inf,
+            micro_batch=rows,
+            rungs=job.rungs,
+            team=team,
+        )
+    except ConnectionError:
+        raise  # another process was lost, and tells why, or cannot
+    except Exception as problem:
+        failure = classify(problem)
+        tried = rows or -(-engine.batch_rows(job.trial) // team.size)
+        if folder is not None and folder.is_dir():
+            told = Outcome(job.trial.id, job.attempt, Status.FAILED, failure, f"rank {team.rank}: {one_line(problem)}")
+            told = dataclasses.replace(told, micro_batch=tried if failure == Failure.OOM else None)
+            write_outcome(folder, told, gpu=job.gpu)
+        raise
 
 
 def read_outcome(folder: Path, trial_id: str, attempt: int) -> Outcome | None:
@@ -211,7 +256,9 @@ class _Work:
         progress: Progress | None,
         should_stop: Callable[[], bool] | None,
         meter: Meter | None,
+        team: Team | None = None,
     ) -> None:
+        self.team = team
         self.job, self.log, self.meter = job, log, meter
         self.folder = Path(job.folder)
         self.checkpoints = self.folder / "checkpoints"
@@ -250,6 +297,7 @@ class _Work:
 
     def _bring_up_to_date(self) -> Status:
         if self._should_stop():
+            self._dismiss_team()
             return Status.INTERRUPTED
         job = self.job
         if job.fresh:
@@ -271,6 +319,8 @@ class _Work:
                 result = None
         if result is None:
             result, snapshot = self._train()
+        else:
+            self._dismiss_team()
         if result is None:
             return Status.INTERRUPTED
         if result["status"] == Status.COMPLETE and missing:
@@ -292,10 +342,11 @@ class _Work:
             torch.cuda.reset_peak_memory_stats()
         start = self._resume()
         micro_batch = split.smaller(self.job.micro_batch, start.meta.get("micro_batch") if start else None)
-        self.rows_at_once = micro_batch or self.engine.batch_rows(self.job.trial)
+        size = 1 if self.team is None else self.team.size
+        self.rows_at_once = micro_batch or -(-self.engine.batch_rows(self.job.trial) // size)
         if micro_batch:
             self.log(f"training {micro_batch} rows at once, the same batch in all")
-        fit = self.engine.fit(
+        fit = self._fit_of_team(start, micro_batch)(
             self.job.trial,
             device=self.device,
             start=start,
@@ -327,6 +378,20 @@ class _Work:
         checkpoints.prune(self.checkpoints, keep=0)
         self.log(f"trained: {fit.status} at step {fit.step}, {fit.stopped_by}")
         return read_sealed(self.folder / "result.json"), fit.snapshot
+
+    def _fit_of_team(self, start: Any | None, micro_batch: int | None) -> Callable[..., Any]:
+        """The engine's `fit`, with the others of the team called to it."""
+        if self.team is None:
+            return self.engine.fit
+        self.log(f"training by {self.team.size} processes" + (", weights cut among them" if self.team.sharded else ""))
+        job = dataclasses.replace(self.job, micro_batch=micro_batch)
+        self.team.agree((job, start and (start.step, start.tensors, start.meta)))
+        return functools.partial(self.engine.fit, team=self.team)
+
+    def _dismiss_team(self) -> None:
+        """There is nothing to train."""
+        if self.team is not None:
+            self.team.agree((None, None))
 
     def _resume(self) -> Any | None:
         """The snapshot to start from; points after it are dropped from the metrics and kept in the log."""

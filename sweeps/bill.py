@@ -276,7 +276,7 @@ def _total(
         known = [(cell.seconds, cell.gpu, n) for cell, n in counts if n]
         if any(seconds is None for seconds, _, _ in known):
             return None
-        return sum((s or 0.0) * (gpu if on_gpu else given.threads) * n for s, gpu, n in known) / 3600
+        return sum((s or 0.0) * (gpu if on_gpu else given.threads * given.workers) * n for s, gpu, n in known) / 3600
 
     in_all, to_run = hours([(c, c.trials) for c in cells]), hours([(c, c.to_run) for c in cells])
     busiest = [cell.gpu for cell in cells if cell.to_run] or [given.gpu]

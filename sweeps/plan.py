@@ -123,9 +123,6 @@ def _note_unevaluated(cells: list[Cell], problems: Problems) -> None:
 def not_there_yet(plan: Plan, catalog: Catalog | None = None) -> list[str]:
     """What the spec language has and launching has not: one line each, empty if the plan can be launched."""
     found = []
-    gpu = plan.resources.get("gpu")
-    if isinstance(gpu, int | float) and gpu > 1:
-        found.append(f"resources.gpu: {gpu:g} (one trial on several GPUs; a share, 1 and auto are there)")
     later = (catalog or Catalog()).block("model").literals.get("NOT_YET", {})
     models = {id(member.trial.model): member.trial.model for member in plan.members}
     for name, values in later.items():

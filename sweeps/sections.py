@@ -23,7 +23,12 @@ def _section(**fields: tuple[str, str]) -> dict[str, Param]:
 SECTIONS = {
     "resources": _section(
         gpu=("float | Literal['auto']", "GPUs a trial: a share up to 1, a count, 0 = the CPU, or auto = as measured"),
-        cpu=("int", "CPU cores a trial (count)"),
+        cpu=("int", "CPU cores a trial, or each of its workers (count)"),
+        workers=(
+            "int",
+            "processes that train a trial together, with a GPU each where there are any (count; gpu: N = N)",
+        ),
+        shard=("bool", "cut weights, gradients and moments among the workers (FSDP) instead of copying them (DDP)"),
         alone=("bool", "no other trial runs on the machine meanwhile, for timing"),
     ),
     "retry": _section(

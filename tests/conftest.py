@@ -29,7 +29,7 @@ from engines import Fake
 from runners import trial, usage
 from runners.store import Store
 
-RAY = ("test_ray.py", "test_cluster.py", "test_cluster_files.py", "test_chaos.py", "test_overhead.py")
+RAY = ("test_ray.py", "test_cluster.py", "test_cluster_files.py", "test_chaos.py", "test_overhead.py", "test_team.py")
 """Files whose tests start Ray's processes, which slow each other most."""
 
 

@@ -290,8 +290,6 @@ def test_a_cluster_is_asked_instead_of_the_machine() -> None:
     assert caught.value.exit_code == Exit.ENVIRONMENT
     with pytest.raises(UserError, match=r"cpu is 65, but the cluster at .* has no node with more than 64 CPUs"):
         resources.share({"cpu": 65}, "ray", None, cluster)
-    with pytest.raises(UserError, match="several GPUs"):
-        resources.share({"gpu": 2.0}, "ray", None, resources.Machine(64, 4))
     given = resources.share({"gpu": "auto"}, "ray", None, resources.Machine(64, 4, "there", is_here=False))
     assert (given.slots, given.gpu, given.packed) == (4, 1.0, False)
 
