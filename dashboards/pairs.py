@@ -39,8 +39,8 @@ class PairScore:
 class Scored:
     """The pairs of one test: those that can be used, and how many are missing for which reason.
 
-    `n_outside` pairs have no size of a inside the range of b's (`at_equal`): no run could fill them, so they are not
-    missing. `blocks` are the blocks that the test asks about, these left out.
+    `n_outside` trials of a have a state outside the range of b's (`at_equal`) and are left out of both sides; a pair
+    with no other is none, and not missing: no run could fill it. `blocks` are the blocks of the pairs that remain.
     """
 
     pairs: tuple[PairScore, ...]
@@ -73,8 +73,8 @@ class Scorer:
         pairs, missing, blocks, n_outside = [], Counter[str](), dict[str, None](), 0
         for pair in test.pairs:
             compared = pair if test.at_equal is None else self._inside(pair)
-            if compared is None:
-                n_outside += 1
+            n_outside += len(pair.a) - len(compared.a)
+            if pair.a and not compared.a:
                 continue
             blocks[pair.block] = None
             found = self._pair(test, compared)
@@ -124,14 +124,14 @@ class Scorer:
     def _size(self, trial: str) -> int:
         return self.members[trial][0].state_bytes
 
-    def _inside(self, pair: Pair) -> Pair | None:
-        """The pair without those sizes of a that lie outside b's range; None if none is inside.
+    def _inside(self, pair: Pair) -> Pair:
+        """The pair without those sizes of a that lie outside b's range.
 
         The range is that of b's planned sizes, not of the finished ones: a failed run must not move what is compared.
         """
-        sizes = [self._size(trial) for trial in pair.b]
+        sizes = [self._size(trial) for trial in pair.b] or [0]
         kept = tuple(trial for trial in pair.a if 0 < min(sizes) <= self._size(trial) <= max(sizes))
-        return Pair(pair.block, pair.seed, kept, pair.b) if kept else None
+        return Pair(pair.block, pair.seed, kept, pair.b)
 
     def _at_equal_state(self, test: Test, pair: Pair) -> float:
         """Side b at the state of each trial of a: linear in the logarithm of the state, between b's own sizes."""

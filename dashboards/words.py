@@ -156,7 +156,7 @@ def _beware(found: Comparison) -> list[str]:
     if found.pairs and (lost := [block for block in found.scored.blocks if block not in found.blocks]):
         out.append(f"no pair at {'; '.join(lost)}: the mean is over the other blocks")
     if n := found.scored.n_outside:
-        out.append(f"{counted(n, 'pair')} without a size of a between the sizes of b: left out")
+        out.append(f"{counted(n, 'trial')} of a left out: of a size outside b's")
     if found.n_diverged:
         out.append(f"{counted(found.n_diverged, 'diverged trial')} in its pairs, scored at chance")
     if found.test.unpaired_a or found.test.unpaired_b:
