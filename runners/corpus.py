@@ -121,7 +121,7 @@ def _measured(task: Task) -> dict[str, tuple[int, int]]:
 def rows(task: Task, part: str) -> int | None:
     """How many rows there are in an epoch of training, or in the validation or test of a task: what its settings say,
     or what its files hold. None where that takes reading them: a data set of the hub."""
-    said = task.get({"train": "dashboards" / "examples", "valid": "valid_examples", "test": "test_examples"}[part])
+    said = task.get({"train": "examples", "valid": "valid_examples", "test": "test_examples"}[part])
     if task.get("data_files") is None:
         return said
     try:

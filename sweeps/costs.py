@@ -156,7 +156,7 @@ class Analyst:
         if not rows or not length:
             return None
         own = corpus.rows(trial.task, "train")
-        sizes = [part.get("dashboards" / "examples", own) for part in trial.task.get("segments") or [{}]]
+        sizes = [part.get("examples", own) for part in trial.task.get("segments") or [{}]]
         known = [size for size in sizes if isinstance(size, int)]
         epoch = sum(-(-size // rows) for size in known) if len(known) == len(sizes) else None
         if train.get("epochs") is not None:

@@ -39,7 +39,7 @@ def n_steps(blocks: Mapping[str, Resolved]) -> int | None:
         return train["steps"]
     rows = train.get("batch_size") or max(1, (train.get("batch_tokens") or 0) // (longest_row(task) or 1))
     own = corpus.rows(blocks["task"].settings, "train")
-    sizes = [part.get("dashboards" / "examples", own) for part in task.get("segments") or [{}]]
+    sizes = [part.get("examples", own) for part in task.get("segments") or [{}]]
     if train.get("epochs") is None or None in sizes:
         return None
     return train["epochs"] * sum(-(-size // rows) for size in sizes)

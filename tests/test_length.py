@@ -64,7 +64,7 @@ KNOWN = {
 
 def settings(kind: str, times: int = 1) -> dict[str, Any]:
     name, own = KINDS[kind]
-    found = {"name": name, "dashboards" / "examples": 40, "valid_examples": 3, "test_examples": 3, **SHORT[name], **own}
+    found = {"name": name, "examples": 40, "valid_examples": 3, "test_examples": 3, **SHORT[name], **own}
     longer = LONGER.get(name, "seq_len")
     return {**found, longer: found[longer] * times}
 

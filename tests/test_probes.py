@@ -19,7 +19,7 @@ from sweeps.plan import load
 from sweeps.reader import SpecError
 
 CPU = torch.device("cpu")
-TASK = {"name": "mqar", "vocab_size": 64, "seq_len": 32, "n_pairs": 4, "dashboards" / "examples": 64, "valid_examples": 12}
+TASK = {"name": "mqar", "vocab_size": 64, "seq_len": 32, "n_pairs": 4, "examples": 64, "valid_examples": 12}
 SMALL: dict[str, dict[str, Any]] = {
     "raven": {"slots": 8, "top_k": 2},
     "hola": {"cache": 6, "block": 4, "admission": "recency"},

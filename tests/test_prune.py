@@ -289,7 +289,7 @@ def test_status_says_where_a_trial_was_cut(tmp_path: Path, launch: Callable[...,
 
 
 def real_trial() -> Trial:
-    task = {"name": "mqar", "vocab_size": 64, "seq_len": 32, "n_pairs": 4, "dashboards" / "examples": 64, "valid_examples": 16}
+    task = {"name": "mqar", "vocab_size": 64, "seq_len": 32, "n_pairs": 4, "examples": 64, "valid_examples": 16}
     settings = {"steps": 12, "batch_size": 4, "lr": 1e-2, "eval_every": 3}
     model = {"d_model": 16, "n_layers": 1, "n_heads": 1}
     return Trial("0" * 16, 1 << 31, {"name": "linear"}, task, model, settings)

@@ -32,7 +32,7 @@ FIXED = {"digits"}
 ON_AVERAGE = {"total_variation"}
 """Metrics whose chance level is that of the mean row."""
 
-SEGMENTS = [{"seq_len": 16, "n_pairs": 2, "dashboards" / "examples": 40}, {"seq_len": 32, "n_pairs": 8, "examples": 25}]
+SEGMENTS = [{"seq_len": 16, "n_pairs": 2, "examples": 40}, {"seq_len": 32, "n_pairs": 8, "examples": 25}]
 
 
 def small(name: str, **settings: Any) -> Any:

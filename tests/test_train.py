@@ -22,7 +22,7 @@ TASK = {"name": "mqar", "vocab_size": 32, "seq_len": 16, "n_pairs": 2, "valid_ex
 MODEL = {"d_model": 32, "n_layers": 2, "n_heads": 1, "mlp": {"name": "gelu", "width": 32}}
 TRAIN = {"steps": 30, "batch_size": 8, "lr": 1e-2, "warmup": 5}
 CLEAN = {"power": 1.0, "random_non_queries": False}
-SEGMENTS = [{"seq_len": 8, "n_pairs": 2, "dashboards" / "examples": 20}, {"seq_len": 16, "n_pairs": 4, "examples": 30}]
+SEGMENTS = [{"seq_len": 8, "n_pairs": 2, "examples": 20}, {"seq_len": 16, "n_pairs": 4, "examples": 30}]
 
 
 def trial(seed: int = 0, mechanism: str = "softmax", task: dict[str, Any] | None = None, **train: Any) -> Trial:
@@ -128,7 +128,7 @@ RESUMED = {
         "eval_every": 4,
     },
     "fresh rows, adam, constant rate": {
-        "task": {"data": "fresh", "dashboards" / "examples": 50},
+        "task": {"data": "fresh", "examples": 50},
         "optimizer": "adam",
         "schedule": "constant",
         "clip": None,

@@ -74,8 +74,8 @@ def recorded_updates_are_the_updates(of: Trial, monkeypatch: pytest.MonkeyPatch)
 
 
 IMAGES: dict[str, dict[str, Any]] = {
-    "digits": {"name": "digits", "patch": 2, "dashboards" / "examples": 40, "valid_examples": 20},
-    "detection": {"name": "detection", "image_size": 32, "max_objects": 1, "dashboards" / "examples": 40, "valid_examples": 20},
+    "digits": {"name": "digits", "patch": 2, "examples": 40, "valid_examples": 20},
+    "detection": {"name": "detection", "image_size": 32, "max_objects": 1, "examples": 40, "valid_examples": 20},
 }
 
 

@@ -62,7 +62,7 @@ LIMITS = [
     "layout != 'compositional' or n_pairs <= vocab_size // 3",
 ]
 DERIVED = {"seq_len": "3 * n_pairs + 1 if layout == 'vla' else 64"}
-SEGMENT = ["seq_len", "n_pairs", "dashboards" / "examples"]
+SEGMENT = ["seq_len", "n_pairs", "examples"]
 METRICS = {"accuracy": "max", "loss": "min"}
 BOUNDS = {"accuracy": [0, 1]}
 LABELS = "seq_len - 2*n_pairs - 1 if layout == 'vla' else n_pairs"

@@ -5,7 +5,7 @@ from typing import Literal
 REVISION = 1
 LIMITS = ["n_pairs >= 1", "4 * n_pairs <= seq_len", "vocab_size > seq_len"]
 DERIVED = {"seq_len": "16 * n_pairs"}
-SEGMENT = ["seq_len", "n_pairs", "dashboards" / "examples"]
+SEGMENT = ["seq_len", "n_pairs", "examples"]
 METRICS = {"accuracy": "max", "loss": "min"}
 BOUNDS = {"accuracy": [0, 1]}
 CHANCE = {"accuracy": "2 / vocab_size", "loss": "log(vocab_size)"}
