@@ -140,7 +140,7 @@ def figure_rows(figures: Sequence[Figure], folder: str, forms: Sequence[str]) ->
             "description": figure.description,
             "caption": figure.caption,
             # Inside a page nothing may end the script element early.
-            "spec": json.dumps(figure.spec(), separators=(",", ":")).replace("</", "<\\/"),
+            "spec": json.dumps(figure.spec, separators=(",", ":")).replace("</", "<\\/"),
             "svg": style.svg(figure),
             "picture": f"{folder}/{figure.name}.png" if "png" in forms else "",
             "files": ", ".join(filter(None, [_files(figure, folder, forms), *beside(figure, folder)])),

@@ -5,6 +5,7 @@ A figure is laid out anew, not shrunk: panels get smaller and the type keeps its
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ def _drawn(figure: Figure, width: float) -> str:
 
     room = width / figure.width
     for _ in range(3):
-        svg = str(vl_convert.vegalite_to_svg(_smaller(figure.spec(), room), vl_version=style.vega_lite_version()))
+        svg = str(
+            vl_convert.vegalite_to_svg(_smaller(copy.deepcopy(figure.spec), room), vl_version=style.vega_lite_version())
+        )
         found = _width(svg)
         if abs(found - width) < 2:
             break

@@ -12,6 +12,7 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dashboards import columns, page, style, table
 from dashboards import paper as for_paper
 from dashboards.compare import Comparison, compare
 from dashboards.figures import draw
+from dashboards.kept import kept_text
 from dashboards.outcome import outcome
 from dashboards.style import Figure
 from runners import store as stores
@@ -185,9 +187,15 @@ def _vega() -> str:
     """Vega, Vega-Lite and vega-embed as one script that needs no network, safe inside a script element."""
     import vl_convert
 
-    # Its type stub asks for a snippet; without one the bundle offers vegaEmbed to the page.
-    bundle = vl_convert.javascript_bundle(vl_version=style.vega_lite_version())  # type: ignore[call-arg]
-    return str(bundle).replace("</script", "<\\/script")
+    version = style.vega_lite_version()
+
+    def bundle() -> str:
+        # Its type stub asks for a snippet; without one the bundle offers vegaEmbed to the page.
+        return str(vl_convert.javascript_bundle(vl_version=version))  # type: ignore[call-arg]
+
+    return kept_text(f"vega-{version}-{metadata.version('vl-convert-python')}.js", bundle).replace(
+        "</script", "<\\/script"
+    )
 
 
 def _render(template: str, view: dict[str, Any]) -> str:

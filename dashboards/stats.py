@@ -171,10 +171,12 @@ def _signs(n: int) -> NDArray[np.int8]:
     """
     if n <= ALL_FLIPS:
         bits = np.arange(2 ** (n - 1))[:, None] >> np.arange(n) & 1
-    else:
-        drawn = np.random.default_rng(0).integers(0, 2, size=(DRAWN_FLIPS, n))
-        bits = np.vstack([np.zeros((1, n), dtype=drawn.dtype), drawn])
-    return (1 - 2 * bits).astype(np.int8)
+        return (1 - 2 * bits).astype(np.int8)
+    generator, signs = np.random.default_rng(0), np.ones((1 + DRAWN_FLIPS, n), dtype=np.int8)
+    for start in range(1, len(signs), FLIPS_AT_ONCE):  # a part at a time: drawn numbers are eight times as wide
+        part = signs[start : start + FLIPS_AT_ONCE]
+        part -= 2 * generator.integers(0, 2, size=part.shape, dtype=np.int64).astype(np.int8)
+    return signs
 
 
 def holm(p_values: Sequence[float | None]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -73,6 +74,31 @@ def _number(name: str) -> int:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 64
 
 
+LOOK: dict[str, dict[str, Any]] = {
+    "axis": {
+        "labelFontSize": 11,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
+        "gridColor": GRID,
+        "domainColor": AXIS,
+        "tickColor": AXIS,
+    },
+    "legend": {
+        "labelFontSize": 11,
+        "labelLimit": 260,
+        "symbolSize": 80,
+        "symbolOpacity": 1,
+        "title": None,
+        "orient": "bottom",
+        "columns": 4,
+    },
+    "view": {"stroke": FRAME},
+    "title": {"fontWeight": "normal"},
+    "facet": {"spacing": 18},
+}
+"""What is set for all charts: sizes in pixels of the screen, which are points on paper."""
+
+
 @dataclass(frozen=True)
 class Figure:
     """A chart, what a reader who cannot see it is told, its caption, and its numbers.
@@ -90,15 +116,22 @@ class Figure:
     table: pd.DataFrame = field(default_factory=pd.DataFrame)
     data: pd.DataFrame | None = None
 
+    @functools.cached_property
     def spec(self) -> dict[str, Any]:
-        """The Vega-Lite specification."""
-        return _spec(_dressed(self.chart, self.description))
+        """The Vega-Lite specification, with the type sizes and greys of a paper's figure."""
+        # How many rows a figure may hold is decided where it is drawn.
+        with alt.data_transformers.disable_max_rows():
+            spec = dict(self.chart.to_dict())
+        given = spec.get("config", {})
+        config = {**given, **{name: {**given.get(name, {}), **own} for name, own in LOOK.items()}}
+        config |= {"font": "Helvetica, Arial, sans-serif", "padding": 8}
+        return spec | {"background": "white", "config": config, "description": self.description}
 
     def spec_with_caption(self) -> dict[str, Any]:
         """The same with the caption under the chart: a picture that leaves its page still says what it is."""
         lines = textwrap.wrap(self.caption, self.width // 5)
-        title = alt.TitleParams(lines, orient="bottom", anchor="start", offset=14, fontSize=9.5, color=GREY)
-        return _spec(_dressed(self.chart.properties(title=title), self.description))
+        place = {"orient": "bottom", "anchor": "start", "offset": 14, "fontSize": 9.5, "color": GREY}
+        return self.spec | {"title": {"text": lines, **place}}
 
 
 def save(figure: Figure, folder: Path, formats: Sequence[str] = ("png", "svg", "pdf")) -> list[Path]:
@@ -126,38 +159,9 @@ def svg(figure: Figure) -> str:
     """The chart as SVG text, without its caption."""
     import vl_convert
 
-    return str(vl_convert.vegalite_to_svg(figure.spec(), vl_version=vega_lite_version()))
+    return str(vl_convert.vegalite_to_svg(figure.spec, vl_version=vega_lite_version()))
 
 
 def vega_lite_version() -> str:
     """`6.4` from Altair's `v6.4.1`."""
     return ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
-
-
-def _spec(chart: Chart) -> dict[str, Any]:
-    # How many rows a figure may hold is decided where it is drawn.
-    with alt.data_transformers.disable_max_rows():
-        return dict(chart.to_dict())
-
-
-def _dressed(chart: Chart, description: str) -> Chart:
-    """The chart with the type sizes and greys of a paper's figure."""
-    font = "Helvetica, Arial, sans-serif"
-    return (
-        chart.properties(description=description, background="white")
-        .configure(font=font, padding=8)
-        .configure_axis(
-            labelFontSize=11,
-            titleFontSize=12,
-            titleFontWeight="normal",
-            gridColor=GRID,
-            domainColor=AXIS,
-            tickColor=AXIS,
-        )
-        .configure_legend(
-            labelFontSize=11, labelLimit=260, symbolSize=80, symbolOpacity=1, title=None, orient="bottom", columns=4
-        )
-        .configure_view(stroke=FRAME)
-        .configure_title(fontWeight="normal")
-        .configure_facet(spacing=18)
-    )

@@ -11,6 +11,7 @@ and is named in `Results.warnings`.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any
 
 import pandas as pd
 
+from dashboards.kept import kept
 from runners.schema import EvalSlice, Member, Plan, Status, Trial, canonical_json, digest
 from runners.store import last_attempt, read_json, read_points, read_sealed
 
@@ -72,7 +74,11 @@ def load(plan: Plan, store: Path, known: Known | None = None) -> Results:
     `known`, from the ledger, tells what folders cannot: running, pruned, and workers that died without a word. It is
     believed only for trials that are not done on disk.
     """
-    reader = _Reader(store / "trials", known or {})
+    return kept(plan, store, known or {}, lambda: _read(plan, store, known or {}))
+
+
+def _read(plan: Plan, store: Path, known: Known) -> Results:
+    reader = _Reader(store / "trials", known)
     rows, scores = [], []
     # Long sweeps have millions of points: columns, not a mapping for each.
     curves: dict[str, list[Any]] = {name: [] for name in CURVE_COLUMNS}
@@ -115,16 +121,17 @@ class _Reader:
         self.evals: dict[tuple[str, str], dict[str, float]] = {}
         self.kernels: dict[str, list[dict[str, Any]]] = {}
         self.warnings: list[str] = []
+        self._files: dict[tuple[str, ...], dict[str, str]] = {}
 
     def member(self, member: Member) -> dict[str, Any]:
         """The member's row, and its evaluations put into `evals`."""
         trial = member.trial
-        folder = self.trials / trial.id
-        result = self._read(folder / "result.json") or {}
+        folder = os.path.join(self.trials, trial.id)  # text: of tens of thousands of Paths, making them takes longest
+        result = self._read(f"{folder}/result.json") or {}
         diverged = result.get("status") == Status.DIVERGED
         for piece in member.slices:
             self._evaluation(folder, member, piece, diverged)
-        status, error = self._status(folder, member, result)
+        status, error = self._status(Path(folder), member, result)
         row: dict[str, Any] = {"trial": trial.id, "arm": member.arm, "cell": member.cell, "seed": trial.seed}
         row |= {"status": str(status), **member.varying, "state_bytes": member.state_bytes}
         if member.searched is not None:
@@ -143,16 +150,22 @@ class _Reader:
         row |= {name: _number(value) for name, value in (result.get("metrics") or {}).items()}
         return row | self._set_metrics(member)
 
-    def _code(self, folder: Path, trial_id: str, result: Mapping[str, Any]) -> None:
-        row = read_json(folder / "attempts" / str(result.get("attempt")) / "code.json")
-        if isinstance(row, dict):
-            self.code[trial_id] = row["files"]
+    def _code(self, folder: str, trial_id: str, result: Mapping[str, Any]) -> None:
+        made_by = tuple(result.get("made_by") or ())
+        files = self._files.get(made_by)
+        if files is None:
+            row = read_json(f"{folder}/attempts/{result.get('attempt')}/code.json")
+            files = row["files"] if isinstance(row, dict) else None
+            if files is not None and len(made_by) == 1:  # the fingerprint of these files, which many trials share
+                self._files[made_by] = files
+        if files is not None:
+            self.code[trial_id] = files
 
-    def _evaluation(self, folder: Path, member: Member, piece: EvalSlice, diverged: bool) -> None:
+    def _evaluation(self, folder: str, member: Member, piece: EvalSlice, diverged: bool) -> None:
         if diverged:
             self.evals[member.trial.id, piece.id] = dict(piece.chance)
             return
-        found = self._read(folder / "evals" / f"{piece.id}.json")
+        found = self._read(f"{folder}/evals/{piece.id}.json")
         if found is not None:
             metrics = {k: _number(v) for k, v in found["metrics"].items() if k not in NOT_SCORES}
             self.evals[member.trial.id, piece.id] = metrics
@@ -219,10 +232,11 @@ class _Reader:
         for name in ("trial", "arm", "cell", "seed"):
             columns[name] += [row[name]] * n
 
-    def _read(self, path: Path) -> dict[str, Any] | None:
+    def _read(self, path: str) -> dict[str, Any] | None:
         found = read_sealed(path)
-        if found is None and path.exists():
-            self.warnings.append(f"{path.relative_to(self.trials.parent)} is torn or was altered: counted as not there")
+        if found is None and os.path.exists(path):
+            name = Path(path).relative_to(self.trials.parent)
+            self.warnings.append(f"{name} is torn or was altered: counted as not there")
         return found
 
 

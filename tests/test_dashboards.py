@@ -436,7 +436,7 @@ def test_numbers_inside_a_family_make_series_of_one_colour(tmp_path):
     canvas = figures.Canvas(plan, load(tmp_path, plan), "")
     assert canvas.labels.families == ["hola, residual", "hola, recency"]
     drawn = figures.load(canvas, "accuracy")
-    assert "cache 16" in json.dumps(drawn.spec())
+    assert "cache 16" in json.dumps(drawn.spec)
 
 
 # report

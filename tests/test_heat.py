@@ -24,7 +24,7 @@ def scores(models: int = 2) -> pd.DataFrame:
 def test_a_cell_is_the_median_over_seeds() -> None:
     figure = heat(scores(), "map exact", [0, 1], " Sweep x.")
     assert figure is not None
-    spec = figure.spec()
+    spec = figure.spec
     (cells,) = spec["datasets"].values()
     assert len(cells) == 2 * 3 * 2
     for cell in cells:
@@ -41,7 +41,7 @@ def test_models_that_trained_elsewhere_have_their_own_panels() -> None:
     data = pd.concat([scores(1), scores(1).assign(condition="haystack random")])
     figure = heat(data, "map exact", None, "")
     assert figure is not None
-    assert figure.spec()["facet"]["sort"] == ["m0", "m0, haystack random"]
+    assert figure.spec["facet"]["sort"] == ["m0", "m0, haystack random"]
 
 
 def test_no_map_without_depths_and_lengths_or_of_too_many_models() -> None:
