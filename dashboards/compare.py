@@ -145,6 +145,8 @@ def _needs(
     """What would bring a verdict, where there is none; empty where there is one."""
     if found.verdict not in (stats.Verdict.CANNOT_TELL, stats.Verdict.TOO_FEW):
         return ""
+    if thin := [block for block, values in blocks.items() if len(values) < 2]:
+        return f"a second pair in {', '.join(block or 'all' for block in thin[:3])}{' and others' * (len(thin) > 3)}"
     # Enough seeds for flips to be able to speak at all, whatever the spread.
     least = math.ceil(needed / max(1, len(found.scored.blocks)))
     seeds = stats.seeds_needed(blocks, margin, len(plan.tests), looks) if margin else None

@@ -103,7 +103,9 @@ def _cell_row(cell: cells.Cell) -> dict[str, Any]:
     if not main.n:  # another task than the one that the sweep is about may have other metrics
         column, main = next(((c, s) for c, s in cell.scores.items() if s.n), ("", main))
         label = f"{title(column)} " if column else ""
-    bad = {s: n for s, n in cell.counts.items() if s != Status.COMPLETE}
+    bad = {str(s): n for s, n in cell.counts.items() if s != Status.COMPLETE}
+    if not label and (odd := cell.counts.get(Status.COMPLETE, 0) - main.n) > 0:
+        bad["without a finite score"] = odd
     return {
         "name": cell.name,
         "series": cell.series,

@@ -408,6 +408,11 @@ class _Run:
             return
         scores = evaluate.score(self.model, self.task, "valid", self.device, self.train.dtype, self.team)
         del scores["n"]
+        if not math.isfinite(scores.get("loss", 0.0)):
+            # The last update's own loss was of the weights before it, and NaN has a most likely label too.
+            self.stopped_by = "diverged"
+            self.diverged = {"step": self.step, "where": "validation", "what": "its loss is not finite"}
+            return
         valid = {f"valid/{name}": value for name, value in scores.items()}
         if self.train.probe:
             valid |= probes.read(self.model, self.task, self.device, self.train.dtype)

@@ -231,7 +231,12 @@ def one_line(problem: BaseException) -> str:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that are numbers: NaN and infinity are not JSON, and a diverged trial says so itself."""
+    """The metrics that are numbers: NaN and infinity are not JSON, and a diverged trial says so itself.
+
+    Where the loss is none, nothing else is a score: outputs that are NaN have a most likely label too.
+    """
+    if not math.isfinite(metrics.get("loss", 0.0)):
+        metrics = {"n": metrics["n"]} if "n" in metrics else {}
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 

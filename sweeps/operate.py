@@ -336,7 +336,8 @@ def _print_status(sweep: SweepStatus, *, trials: bool) -> None:
 def _status_row(trial: TrialStatus) -> tuple[str, ...]:
     state = trial.status + (f" ({trial.failure})" if trial.failure else "")
     step = "" if trial.step is None else f"{trial.step}/{trial.steps}" if trial.steps else str(trial.step)
-    last = trial.error or ", ".join(f"{name} {value:.4g}" for name, value in list(trial.metrics.items())[:3])
+    scores = [(name, value) for name, value in trial.metrics.items() if value is not None]
+    last = trial.error or ", ".join(f"{name} {value:.4g}" for name, value in scores[:3])
     cell = trial.cell + (f" suggestion {trial.suggestion}" if trial.role == "search" else "")
     return trial.trial, cell, str(trial.seed), state, step, last
 

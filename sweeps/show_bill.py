@@ -69,11 +69,11 @@ def totals(bill: Bill) -> Iterator[str]:
 
 def verdict_of(plan: Plan, test: Test) -> str:
     """Whether a comparison has pairs enough for a verdict."""
-    if test.bounded and test.scale == "difference":
-        needed = pairs_needed(len(plan.tests))
-        return "can be reached" if len(test.pairs) >= needed else f"out of reach: {needed} pairs needed"
+    needed = pairs_needed(len(plan.tests))
+    if test.bounded and test.scale == "difference" and len(test.pairs) < needed:
+        return f"out of reach: {needed} pairs needed"
     blocks: dict[str, int] = {}
     for pair in test.pairs:
         blocks[pair.block] = blocks.get(pair.block, 0) + 1
-    enough = blocks and min(blocks.values()) >= 2
+    enough = blocks and min(blocks.values()) >= 2  # fewer have no interval
     return "can be reached" if enough else "out of reach: 2 pairs a block needed"

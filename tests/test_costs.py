@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_store import make_plan
 from spec_tools import BASE, FAKE, plan, problems
 
 from runners import model as models
@@ -312,6 +313,8 @@ def test_a_verdict_that_pairs_cannot_reach_is_said(tmp_path: Path) -> None:
     for seeds, said in ((1, "out of reach: 2 pairs a block needed"), (2, "can be reached")):
         planned = plan(TWO.replace("seeds: 3", f"seeds: {seeds}") + loss, tmp_path, catalog=CATALOG)
         assert show_bill.verdict_of(planned, planned.tests[0]) == said
+    blocks = make_plan(1, tasks=[{"seq_len": 32, "n_pairs": n} for n in range(1, 9)])  # pairs enough, no interval
+    assert show_bill.verdict_of(blocks, blocks.tests[0]) == "out of reach: 2 pairs a block needed"
 
 
 def test_settings_that_cannot_be_counted_are_said_not_guessed(tmp_path: Path) -> None:

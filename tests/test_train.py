@@ -262,6 +262,14 @@ def test_divergence_is_a_result_with_step_and_place() -> None:
     json.dumps(result.snapshot.meta, allow_nan=False)
 
 
+def test_what_only_the_last_update_broke_has_diverged_too() -> None:
+    log = Log()
+    result = fit(trial(steps=1, lr=1e36, warmup=0, clip=None, weight_decay=0.0), log=log)
+    assert result.status == "diverged"
+    assert result.diverged == {"step": 1, "where": "validation", "what": "its loss is not finite"}
+    assert all(math.isfinite(value) for point in log.points for value in point.metrics.values())
+
+
 def test_the_guard_keeps_the_last_finite_weights() -> None:
     model = models.build(trial())
     optimiser = FlatAdam(model, set(), optimizer="adamw", betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, clip=1.0)

@@ -240,6 +240,11 @@ def test_a_folder_that_cannot_be_made_is_a_failure(tmp_path: Path, fake: Fake) -
     assert (outcome.status, outcome.failure) == (Status.FAILED, Failure.INFRA)
 
 
+def test_scores_beside_a_loss_that_is_no_number_are_none() -> None:
+    assert trial.finite({"loss": math.nan, "accuracy": 0.0, "n": 3}) == {"n": 3.0}
+    assert trial.finite({"loss": 1.0, "perplexity": math.inf, "n": 3}) == {"loss": 1.0, "n": 3.0}
+
+
 def test_diverged_is_a_result_and_is_not_evaluated(tmp_path: Path, fake: Fake) -> None:
     fake.diverge = frozenset({5})
     assert trial.run_job(job(tmp_path, 1, seed=5)).status == Status.DIVERGED

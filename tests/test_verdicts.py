@@ -77,6 +77,18 @@ def test_missing_pairs_say_what_became_of_them(tmp_path: Path) -> None:
     assert "3 of 16 pairs missing (1 failed, 1 pruned, 1 running)" in text
 
 
+def test_a_block_that_is_left_with_one_pair_is_named(tmp_path: Path) -> None:
+    plan = make_plan(2, tasks=[{"seq_len": 32, "n_pairs": n} for n in range(1, 7)])
+    store = fill(tmp_path, plan)
+    lost = hola(plan, "residual")[0]
+    (store.trial_folder(lost.trial.id) / "result.json").unlink()
+    fail(store, lost)
+    (found,), _ = told(plan, table.load(plan, tmp_path))
+    assert found.verdict == Verdict.CANNOT_TELL
+    (short,) = {pair.block for pair in plan.tests[0].pairs if lost.trial.id in (*pair.a, *pair.b)}
+    assert found.needs == f"a second pair in {short}"
+
+
 def test_a_finished_trial_without_a_finite_score_is_missing(whole: Whole) -> None:
     plan, results = whole
     first = hola(plan, "residual")[0]
