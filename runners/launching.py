@@ -350,6 +350,8 @@ class Launch:
         for one in found:
             self._done.discard(one.trial.id)
             self._sort(self._rerun.look([look(self.store, self.ledger, one)])[0])
+            if one.trial.id in self._done:  # another driver ended it since the search was asked: ask again
+                self._end(one)
 
     def _may_begin(self, member: Member) -> bool:
         """Whether `budget.max_trials` lets this trial be begun; one that was begun before goes on."""

@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 from torch.nn import functional as F
 
-from dashboards import report
+from dashboards import page, report
 from dashboards.cells import Cell
 from dashboards.stats import summarise
 from runners import corpus, driver, evaluate, tasks
@@ -302,7 +302,7 @@ def test_from_a_folder_to_a_report_and_what_becomes_of_changed_text(
 def test_a_cell_without_the_sweeps_own_score_shows_the_one_it_has() -> None:
     """As in a sweep over recall and text: accuracy is what it is about, and text has none."""
     scores = {"test/accuracy": summarise([math.nan], (0, 1), "max"), "test/loss": summarise([2.5], None, "min")}
-    row = report._cell_row(Cell("a/task-text", "a", "text", 8, 8, 1, {"complete": 1}, scores))
+    row = page._cell_row(Cell("a/task-text", "a", "text", 8, 8, 1, {"complete": 1}, scores))
     assert (row["n"], row["mean_text"], row["seeds"]) == ("1", "test loss 2.500", "2.500")
     assert math.isnan(row["mean"]), "it is sorted apart"
 
