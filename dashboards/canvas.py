@@ -10,6 +10,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
+from dashboards.about import main_metric
 from dashboards.axes import MAX_PANELS, conditions_of, value_axis
 from dashboards.compare import bounds_of
 from dashboards.labels import Labels, nearly
@@ -26,16 +27,6 @@ WIDE, PANEL = (420, 280), (270, 220)
 LABELS = ("family", "series", "size", "condition")
 FADED = 0.08
 """Opacity of the families that are not picked in the legend."""
-
-
-def main_metric(plan: Plan) -> tuple[str, str]:
-    """The evaluation set and metric the sweep is about: that of its first test, else the first set and score."""
-    sets = list(dict.fromkeys(piece.set for member in plan.members for piece in member.slices))
-    for test in plan.tests:
-        if test.set in sets:
-            return test.set, test.metric
-    scores = [name for name, direction in plan.metrics.items() if direction == "max"] or list(plan.metrics)
-    return (sets[0] if sets else "valid"), (scores[0] if scores else "accuracy")
 
 
 Part = tuple[pd.DataFrame, Callable[[Any], Chart]]

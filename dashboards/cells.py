@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from dashboards.about import main_metric
 from dashboards.compare import bounds_of
-from dashboards.figures import main_metric
 from dashboards.labels import Labels, nearly
 from dashboards.stats import Summary, summarise
 from dashboards.table import Results

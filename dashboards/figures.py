@@ -16,7 +16,6 @@ from dashboards.axes import LOAD_FIRST as LOAD_FIRST
 from dashboards.axes import loads_of, log_axis, set_panels, spread, ticks_of
 from dashboards.axes import title as title
 from dashboards.canvas import MAX_MARKS, Canvas, Part, by_family, table_of
-from dashboards.canvas import main_metric as main_metric
 from dashboards.compare import Comparison
 from dashboards.crossings import crossings
 from dashboards.curves import learning

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import fsum
 from typing import Any
 
+from dashboards.about import main_metric
 from runners.endings import where_diverged, why_pruned
 from runners.ledger import Row
 from runners.rungs import stands
@@ -41,14 +42,9 @@ class Measure:
 
 
 def measure_of(plan: Plan) -> Measure:
-    """The report's main metric (`dashboards.figures.main_metric`), without the import of a plotting library."""
-    sets = list(dict.fromkeys(piece.set for member in plan.members for piece in member.slices))
-    for test in plan.tests:
-        if test.set in sets:
-            return Measure(test.set, test.metric, plan.metrics.get(test.metric, "max"))
-    scores = [name for name, direction in plan.metrics.items() if direction == "max"] or list(plan.metrics)
-    metric = scores[0] if scores else "accuracy"
-    return Measure(sets[0] if sets else "valid", metric, plan.metrics.get(metric, "max"))
+    """The report's main metric."""
+    name, metric = main_metric(plan)
+    return Measure(name, metric, plan.metrics.get(metric, "max"))
 
 
 @dataclass(frozen=True, slots=True)

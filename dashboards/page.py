@@ -12,8 +12,9 @@ from typing import Any
 import pandas as pd
 
 from dashboards import cells, searches, style, table, words
+from dashboards.about import main_metric
 from dashboards.compare import Comparison
-from dashboards.figures import main_metric, title
+from dashboards.figures import title
 from dashboards.labels import bytes_text, effect_text, nearly, p_text, side, signed, verdict_text
 from dashboards.stats import Verdict
 from dashboards.style import Figure

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dashboards.about import main_metric
 from dashboards.cells import Cell, rises_with_load
 from dashboards.compare import Comparison, missing_text
-from dashboards.figures import LOAD_FIRST, main_metric, title
+from dashboards.figures import LOAD_FIRST, title
 from dashboards.labels import Labels, bytes_text, counted, effect_text, listed, nearly, p_text, side
 from dashboards.stats import Verdict
 from dashboards.table import COMPARED_STAMPS, Results, speaks_of

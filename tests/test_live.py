@@ -19,7 +19,7 @@ import pytest
 from moving import CARD, STEPS, Moving
 from rich.console import Console
 
-from dashboards import figures, live, live_terminal
+from dashboards import about, live, live_terminal
 from dashboards import live_words as words
 from dashboards.live import Follower
 from dashboards.live_pace import Speed, tokens_a_step
@@ -126,7 +126,7 @@ def test_scores_are_those_of_the_report(moving: Moving) -> None:
 )
 def test_the_measure_is_the_main_metric_of_the_report(plan: Plan) -> None:
     found = measure_of(plan)
-    assert (found.set, found.metric) == figures.main_metric(plan)
+    assert (found.set, found.metric) == about.main_metric(plan)
 
 
 def test_results_are_read_a_little_at_a_time(moving: Moving) -> None:
